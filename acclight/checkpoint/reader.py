@@ -1,0 +1,150 @@
+"""Reading a checkpoint back: verified first, into tensors of any strategy and world size."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from acclight.checkpoint import format as layout
+from acclight.checkpoint.errors import CheckpointError
+from acclight.checkpoint.ranks import agree, gather, rank_and_size, warn
+from acclight.checkpoint.stored import StoredTensor, read_document, read_tensors, stored_tensors, tied_names
+
+
+class Reader:
+    """A checkpoint, opened on all ranks. Making one and its `load_*` methods are collective.
+
+    Args:
+        path: the checkpoint's folder.
+        verify: compare every file with its SHA-256, each on one rank. Form, sizes and names are always checked.
+
+    Attributes:
+        trainer: trainer.json, with its tensors whole and on the CPU.
+        optimizer_meta: optimizer.json.
+        schedulers: schedulers.json.
+        data: data.json.
+        model_tensors: name -> shape and dtype of what `load_model` reads.
+        optimizer_tensors: likewise for `load_optimizer`.
+
+    Raises:
+        CheckpointError: on every rank, naming the file and what is wrong with it.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], *, verify: bool = True) -> None:
+        self.path = Path(path)
+        problems = _problems(self.path, verify)
+        if problems:
+            raise CheckpointError(f"{self.path} is damaged: " + " ".join(problems[:5]))
+        agree(f"opening {self.path}", self._open)
+
+    @classmethod
+    def latest(cls, directory: str | os.PathLike[str]) -> Reader | None:
+        """Open the newest good checkpoint of `directory`, or None; damaged ones are named in a warning. Collective."""
+        found = layout.candidates(Path(directory)) if rank_and_size()[0] == 0 else ([], [])
+        folders, skipped = gather(found)[0]
+        for problem in skipped:
+            warn(f"Skipped a damaged checkpoint: {problem}")
+        for folder in folders:
+            try:
+                return cls(folder)
+            except CheckpointError as exc:  # the same on every rank
+                warn(f"Skipped a damaged checkpoint: {exc}")
+        return None
+
+    def _open(self) -> None:
+        tensors = read_tensors(self.path / layout.TENSORS_FOLDER)
+        documents = {name: read_document(self.path / name, kind, tensors) for name, kind in layout.DOCUMENTS.items()}
+        self.trainer: dict[str, Any] = documents[layout.TRAINER]
+        self.optimizer_meta: dict[str, Any] = documents[layout.OPTIMIZER]
+        self.schedulers: list[Any] = documents[layout.SCHEDULERS]
+        self.data: dict[str, Any] = documents[layout.DATA]
+        self.model_tensors: dict[str, StoredTensor] = stored_tensors(self.path / layout.MODEL_FOLDER)
+        self.optimizer_tensors: dict[str, StoredTensor] = stored_tensors(self.path / layout.OPTIMIZER_FOLDER)
+        self._tied = tied_names(self.trainer, self.model_tensors, self.path / layout.TRAINER)
+
+    def load_model(self, into: Mapping[str, torch.Tensor]) -> None:
+        """Fill `into` (name -> DTensor or plain tensor, on any device) in place with the model's tensors. Collective.
+
+        A tied weight may be given under its kept name, an alias, or both. Values are converted to the dtype of `into`.
+
+        Raises:
+            CheckpointError: on every rank and before anything is loaded, naming what is missing, unexpected, or of
+                another shape.
+        """
+        self._load(layout.MODEL_FOLDER, into, self.model_tensors, self._tied)
+
+    def load_optimizer(self, into: Mapping[str, torch.Tensor]) -> None:
+        """Fill `into` ("<parameter name>/<state key>" -> tensor) in place; otherwise as `load_model`. Collective."""
+        self._load(layout.OPTIMIZER_FOLDER, into, self.optimizer_tensors, {})
+
+    def _load(
+        self, folder: str, into: Mapping[str, torch.Tensor], stored: Mapping[str, StoredTensor], tied: Mapping[str, str]
+    ) -> None:
+        from acclight.checkpoint.shards import load_tensors
+
+        path = self.path / folder
+        rounds = agree(f"loading {path}", lambda: _match(path, into, stored, tied))
+        for number in range(max(gather(len(rounds)))):
+            load_tensors(path, rounds[number] if number < len(rounds) else {})
+
+    def rng(self, rank: int) -> dict[str, Any] | None:
+        """The random state that `rank` gave; None when the checkpoint was written by fewer ranks."""
+        return layout.read_rng(self.path, rank)
+
+
+def _problems(path: Path, verify: bool) -> list[str]:
+    """What is wrong with a checkpoint, the same on every rank; the hashing is spread over the ranks. Collective."""
+    rank, size = rank_and_size()
+
+    def own_part() -> list[str]:
+        problems = layout.structure_problems(path)
+        if problems or not verify:
+            return problems
+        files = layout.read_manifest(path)
+        largest_first = sorted(files, key=lambda name: (-files[name]["size"], name))
+        return layout.digest_problems(path, {name: files[name] for name in largest_first[rank::size]})
+
+    parts = gather(agree(f"verifying {path}", own_part))
+    return sorted({problem for part in parts for problem in part})
+
+
+def _match(
+    path: Path, into: Mapping[str, torch.Tensor], stored: Mapping[str, StoredTensor], tied: Mapping[str, str]
+) -> list[dict[str, torch.Tensor]]:
+    """Which stored name fills which tensor. A stored name that fills two tensors needs a second round."""
+    rounds: list[dict[str, torch.Tensor]] = [{}] if into else []
+    missing, shapes = [], []
+    for name, tensor in into.items():
+        source = name if name in stored else tied.get(name)
+        if source is None:
+            missing.append(name)
+        elif stored[source].shape != tuple(tensor.shape):
+            shapes.append(f"{name!r} is {tuple(tensor.shape)} here and {stored[source].shape} in the checkpoint")
+        elif tensor.is_meta:
+            raise CheckpointError(f"{name!r} has no memory to load into: it is on the meta device.")
+        else:
+            place = next((entry for entry in rounds if source not in entry), None)
+            if place is None:
+                rounds.append(place := {})
+            place[source] = tensor
+    used = {source for entry in rounds for source in entry}
+    unexpected = [name for name in stored if name not in used] if not shapes else []
+    problems = []
+    if missing:
+        problems.append(f"not in the checkpoint: {_few(missing)}")
+    if unexpected:
+        problems.append(f"only in the checkpoint: {_few(unexpected)}")
+    if shapes:
+        problems.append(f"other shapes: {_few(shapes)}")
+    if problems:
+        raise CheckpointError(f"{path} does not fit; " + "; ".join(problems) + ".")
+    return rounds
+
+
+def _few(names: list[str], most: int = 8) -> str:
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more

@@ -1,0 +1,229 @@
+"""What of a Trainer goes into a checkpoint, and how it comes back."""
+
+from __future__ import annotations
+
+import random
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from lightning_utilities.core.rank_zero import rank_zero_warn
+
+from acclight.checkpoint.reader import Reader
+from acclight.checkpoint.writer import write
+
+if TYPE_CHECKING:
+    from acclight.trainer import Trainer
+
+
+def save(trainer: Trainer, path: Path, *, weights_only: bool) -> Path:
+    """Writes the Trainer's whole state as a checkpoint. Collective.
+
+    Args:
+        trainer: In fit, at the end of a window or in an evaluation.
+        path: The folder to make.
+        weights_only: Leave out optimizers, schedulers and random state.
+    """
+    module, strategy = trainer.module, trainer.core.strategy
+    model, tied = _untie(trainer, strategy.model_state(module))
+    state = {} if weights_only else strategy.optimizer_state(module, trainer.optimizers)
+    tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
+    document: dict[str, Any] = {
+        "global_step": trainer.global_step,
+        "epoch": trainer.current_epoch,
+        "progress": trainer.progress.state_dict(),
+        "hparams": dict(module.hparams),
+        "callbacks": {c.state_key: state for c in trainer.callbacks if (state := c.state_dict())},
+        "datamodule": trainer.datamodule.state_dict() if trainer.datamodule is not None else {},
+        "strategy": strategy.name,
+        "world_size": trainer.world_size,
+        "precision": trainer.core.precision,
+        "accumulate_grad_batches": trainer.accumulate_grad_batches,
+        "weights_only": weights_only,
+        "tied": tied,
+        "versions": {name: version(name) for name in ("acclight", "accelerate", "torch")},
+    }
+    if config := _hugging_face_config(module):
+        document["hf_config"] = config
+    extra: dict[str, Any] = {}
+    for callback in trainer.callbacks:
+        callback.on_save_checkpoint(trainer, module, extra)
+    module.on_save_checkpoint(extra)
+    document["extra"] = extra
+    return write(
+        path,
+        model=model,
+        optimizer=tensors,
+        optimizer_meta={} if weights_only else _optimizer_meta(trainer, state, tensors),
+        trainer=document,
+        schedulers=[] if weights_only else [dict(c.scheduler.state_dict()) for c in trainer.lr_scheduler_configs],
+        data=trainer.data.state_dict() if trainer.data is not None else {},
+        rng={} if weights_only else random_state(),
+    )
+
+
+def restore(trainer: Trainer, reader: Reader) -> None:
+    """Brings a fit back to where a checkpoint was written. Collective.
+
+    Args:
+        trainer: In fit, with the model prepared.
+        reader: The opened checkpoint.
+    """
+    module, strategy = trainer.module, trainer.core.strategy
+    document = reader.trainer
+    restore_weights(trainer, reader)
+    if document.get("weights_only"):
+        rank_zero_warn(f"{reader.path} holds weights only: optimizers, step and data start anew")
+        return
+    saved = {name: (tuple(t.shape), t.dtype) for name, t in reader.optimizer_tensors.items()}
+    groups = reader.optimizer_meta["groups"]
+    _restore_groups(trainer, groups)
+    strategy.load_optimizer_state(
+        module, trainer.optimizers, saved, reader.optimizer_meta["plain"], reader.load_optimizer
+    )
+    if len(reader.schedulers) != len(trainer.lr_scheduler_configs):
+        raise ValueError(
+            f"{reader.path} holds {len(reader.schedulers)} schedulers, but configure_optimizers gave "
+            f"{len(trainer.lr_scheduler_configs)}"
+        )
+    for config, state in zip(trainer.lr_scheduler_configs, reader.schedulers, strict=True):
+        config.scheduler.load_state_dict(state)
+    trainer.progress.load_state_dict(document["progress"])
+    for callback in trainer.callbacks:
+        if callback.state_key in document["callbacks"]:
+            callback.load_state_dict(document["callbacks"][callback.state_key])
+    if trainer.datamodule is not None:
+        trainer.datamodule.load_state_dict(document["datamodule"])
+    if trainer.data is not None:
+        trainer.data.load_state_dict(reader.data)
+    state = reader.rng(trainer.global_rank)
+    if state is None:
+        rank_zero_warn(
+            f"{reader.path} has no random state for every rank (it was written by {document['world_size']} processes); "
+            "the others start from the seed"
+        )
+    else:
+        set_random_state(state)
+
+
+def restore_weights(trainer: Trainer, reader: Reader) -> None:
+    """Loads the weights alone, and lets the module and the callbacks see what they added. Collective."""
+    tied = reader.trainer.get("tied", {})
+    extra = reader.trainer.get("extra", {})
+    for callback in trainer.callbacks:
+        callback.on_load_checkpoint(trainer, trainer.module, extra)
+    trainer.module.on_load_checkpoint(extra)
+
+    def read(state: dict[str, torch.Tensor]) -> None:
+        reader.load_model({name: value for name, value in state.items() if name not in tied})
+        for alias, kept in tied.items():
+            if alias in state and state[alias].data_ptr() != state[kept].data_ptr():
+                state[alias].copy_(state[kept])
+
+    trainer.core.strategy.load_model_state(trainer.module, read)
+
+
+def _untie(trainer: Trainer, state: dict[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """One name per parameter, and the other names of those that have several."""
+    from acclight.strategies.strategy import canonical_name
+
+    first: dict[int, str] = {}
+    tied: dict[str, str] = {}
+    module = trainer.module
+    named = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+    for name, tensor in named:
+        key = canonical_name(name)
+        if key not in state:
+            continue
+        kept = first.setdefault(id(tensor), key)
+        if kept != key:
+            tied[key] = kept
+    return {name: value for name, value in state.items() if name not in tied}, tied
+
+
+def _optimizer_meta(trainer: Trainer, state: dict[str, Any], tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
+    names = trainer.core.strategy.param_group_names(trainer.module, trainer.optimizers)
+    groups = [
+        [
+            {"params": group_names, **{k: v for k, v in group.items() if k != "params" and _plain(v)}}
+            for group_names, group in zip(optimizer_names, optimizer.param_groups, strict=True)
+        ]
+        for optimizer_names, optimizer in zip(names, trainer.optimizers, strict=True)
+    ]
+    return {"groups": groups, "plain": {name: value for name, value in state.items() if name not in tensors}}
+
+
+def _plain(value: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        return value.numel() == 1
+    return (
+        value is None
+        or isinstance(value, (bool, int, float, str))
+        or (isinstance(value, (tuple, list)) and all(_plain(v) for v in value))
+    )
+
+
+def _restore_groups(trainer: Trainer, saved: list[list[dict[str, Any]]]) -> None:
+    names = trainer.core.strategy.param_group_names(trainer.module, trainer.optimizers)
+    if [len(groups) for groups in saved] != [len(o.param_groups) for o in trainer.optimizers]:
+        raise ValueError(
+            f"the checkpoint has {[len(g) for g in saved]} parameter groups per optimizer, configure_optimizers gave "
+            f"{[len(o.param_groups) for o in trainer.optimizers]}"
+        )
+    for optimizer, groups, group_names in zip(trainer.optimizers, saved, names, strict=True):
+        for group, values, own in zip(optimizer.param_groups, groups, group_names, strict=True):
+            if set(values["params"]) != set(own):
+                odd = sorted(set(values["params"]) ^ set(own))
+                raise ValueError(
+                    f"a parameter group of the checkpoint holds other parameters than now, such as {odd[0]!r}"
+                )
+            for key, value in values.items():
+                if key == "params":
+                    continue
+                if isinstance(group.get(key), torch.Tensor):
+                    group[key].fill_(float(value))
+                else:
+                    group[key] = tuple(value) if isinstance(group.get(key), tuple) else value
+
+
+def _hugging_face_config(module: torch.nn.Module) -> dict[str, Any] | None:
+    """The configuration of the one transformers model inside, for exports that `from_pretrained` reads."""
+    for part in module.modules():
+        config = getattr(part, "config", None)
+        if hasattr(config, "to_diff_dict") and hasattr(config, "model_type"):
+            values: dict[str, Any] = config.to_dict()
+            return values | {"architectures": [type(part).__name__]}
+    return None
+
+
+def random_state() -> dict[str, Any]:
+    """This process's random states of Python, NumPy, torch and the devices, as plain values and tensors."""
+    kind, keys, gauss = random.getstate()
+    name, words, position, has_gauss, cached = np.random.get_state(legacy=True)
+    state: dict[str, Any] = {
+        "python": {"version": kind, "keys": torch.tensor(keys, dtype=torch.int64), "gauss": gauss},
+        "numpy": {
+            "name": str(name),
+            "words": torch.from_numpy(np.asarray(words).astype(np.int64)),
+            "position": int(position),
+            "has_gauss": int(has_gauss),
+            "cached": float(cached),
+        },
+        "torch": torch.get_rng_state(),
+    }
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def set_random_state(state: dict[str, Any]) -> None:
+    """Puts back what `random_state` gave."""
+    python, numpy = state["python"], state["numpy"]
+    random.setstate((python["version"], tuple(python["keys"].tolist()), python["gauss"]))
+    words = numpy["words"].numpy().astype(np.uint32)
+    np.random.set_state((numpy["name"], words, numpy["position"], numpy["has_gauss"], numpy["cached"]))
+    torch.set_rng_state(state["torch"].cpu())
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"].cpu())

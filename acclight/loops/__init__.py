@@ -1,0 +1,1 @@
+"""The loops: fit, evaluation and prediction, each readable from top to bottom."""

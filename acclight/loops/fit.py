@@ -1,0 +1,277 @@
+"""The fit loop: epochs, windows, micro-batches; readable from top to bottom."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+from torch import Tensor
+
+from acclight.loops.optimizers import step_schedulers
+from acclight.module import LossSum, TrainModule
+
+if TYPE_CHECKING:
+    from acclight.core import AcceleratorCore
+    from acclight.data import TrainData
+    from acclight.trainer import Trainer
+
+
+class FitLoop:
+    """Runs training until a limit is reached.
+
+    Args:
+        trainer: Whose arguments, hooks and metrics are used.
+        core: The Accelerator core, with the model prepared.
+        module: The user's module.
+        data: What this rank reads of the training loader.
+    """
+
+    def __init__(self, trainer: Trainer, core: AcceleratorCore, module: TrainModule, data: TrainData) -> None:
+        self.trainer = trainer
+        self.core = core
+        self.module = module
+        self.data = data
+        self.progress = trainer.progress
+        self.counts_items = type(module).count_items is not TrainModule.count_items
+        #: A window is under way, and its step is not counted yet.
+        self.in_window = False
+        self.started = time.monotonic()
+
+    # -- the whole run ------------------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """From where the progress stands to the first limit."""
+        trainer, progress = self.trainer, self.progress
+        if reason := self.limit_reached():
+            rank_zero_info(f"fit has nothing left to do: {reason}")
+            return
+        self.module.train()
+        for call in trainer.hooks.on_train_start:
+            call()
+        while not self.limit_reached():
+            self.run_epoch()
+            if not progress.epoch_done:
+                break
+        for call in trainer.hooks.on_train_end:
+            call()
+        trainer.save_pending()
+
+    def limit_reached(self) -> str | None:
+        """Which limit ends the training now, in words; None to go on."""
+        trainer, progress = self.trainer, self.progress
+        if 0 <= trainer.max_steps <= progress.global_step:
+            return f"max_steps={trainer.max_steps} is reached (global_step={progress.global_step})"
+        epochs = progress.epoch + 1 if progress.epoch_done else progress.epoch
+        if trainer.max_epochs is not None and 0 <= trainer.max_epochs <= epochs:
+            return f"max_epochs={trainer.max_epochs} is reached ({epochs} epochs done)"
+        if self.data.num_batches == 0:
+            return "the training loader has no batches"
+        enough = progress.global_step >= (trainer.min_steps or 0) and epochs >= (trainer.min_epochs or 0)
+        if trainer.should_stop and enough:
+            return "trainer.should_stop was set"
+        if trainer.max_time_seconds is not None and time.monotonic() - self.started >= trainer.max_time_seconds:
+            return f"max_time={trainer.max_time} has passed"
+        return None
+
+    # -- one epoch ----------------------------------------------------------------------------------------------------
+
+    def run_epoch(self) -> None:
+        """One epoch, or the rest of one after a resume."""
+        trainer, progress, hooks = self.trainer, self.progress, self.trainer.hooks
+        if progress.epoch_done:
+            progress.epoch += 1
+            progress.epoch_done = False
+        self.data.begin_epoch(progress.epoch)
+        for call in hooks.on_train_epoch_start:
+            call()
+        cut_short = False
+        windows = self.windows()
+        try:
+            for window in windows:
+                skip = self.run_window(window)
+                trainer.save_pending()
+                if skip:
+                    break
+                if self.validation_due():
+                    trainer.validate_within_fit()
+                    self.module.train()
+                    trainer.save_pending()
+                if self.limit_reached():
+                    cut_short = not self.epoch_exhausted()
+                    break
+        finally:
+            windows.close()
+        if cut_short:
+            return
+        self.end_epoch()
+
+    def end_epoch(self) -> None:
+        """What belongs to the end of an epoch: validation, hooks, epoch metrics, schedulers; then the epoch counts as done."""
+        trainer, progress, hooks = self.trainer, self.progress, self.trainer.hooks
+        if trainer.validates_at_epoch_end(progress.epoch) and progress.validated_at != progress.global_step:
+            trainer.validate_within_fit()
+            self.module.train()
+        for call in hooks.on_train_epoch_end:
+            call()
+        trainer.show(trainer.metrics.show_epoch())
+        trainer.step_epoch_schedulers()
+        progress.epoch_done = True
+        for call in hooks.on_train_epoch_end_last:
+            call()
+        trainer.save_pending()
+
+    def epoch_exhausted(self) -> bool:
+        """Every batch of this epoch was trained on."""
+        return self.data.num_batches is not None and self.data.batches_done >= self.data.num_batches
+
+    def validation_due(self) -> bool:
+        """A validation belongs after the window that has just ended."""
+        every = self.trainer.val_every_n_steps
+        return every is not None and self.progress.global_step % every == 0
+
+    # -- one window ---------------------------------------------------------------------------------------------------
+
+    def windows(self) -> Iterator[list[Any]]:
+        """Windows of micro-batches, all ranks' equally long; the last of an epoch may be shorter."""
+        batches = iter(self.data)
+        size = self.trainer.accumulate_grad_batches
+        agree = self.data.num_batches is None and self.core.world_size > 1
+        while True:
+            window = list(itertools.islice(batches, size))
+            if agree:
+                lengths = self.core.gather_objects(len(window))
+                if len(set(lengths)) > 1:
+                    self.warn_uneven(lengths)
+                window = window[: min(lengths)]
+            if not window:
+                return
+            yield window
+            if len(window) < size:
+                return
+
+    def warn_uneven(self, lengths: list[int]) -> None:
+        """One warning with what every rank still had when the shortest ran out."""
+        done = self.data.batches_done
+        counts = ", ".join(f"rank {rank}: {done + n}{'' if n == min(lengths) else ' or more'}" for rank, n in enumerate(lengths))
+        rank_zero_warn(f"the ranks hold different numbers of training batches ({counts}); all stop at the shortest")
+
+    def run_window(self, window: list[Any]) -> bool:
+        """Trains on one window and steps the optimizer once; True when a hook asked to skip the rest of the epoch."""
+        trainer, core, hooks, metrics = self.trainer, self.core, self.trainer.hooks, self.trainer.metrics
+        module, progress = self.module, self.progress
+        metrics.window += 1
+        metrics.in_step = True
+        self.in_window = True
+        weights = self.weigh(window)
+        first = self.data.batches_done
+        final = len(window) - 1
+        outputs: Any = None
+        counted: list[Tensor] | None = None
+        trained = False
+        for index, batch in enumerate(window):
+            batch = trainer.to_device(batch)
+            metrics.begin_batch(batch)
+            for call in hooks.on_train_batch_start:
+                if call(batch, first + index) == -1:
+                    self.in_window = metrics.in_step = False
+                    return True
+            if trainer.manual_optimization:
+                outputs = core.forward("training_step", batch, first + index)
+            else:
+                core.begin_micro_batch(index == final)
+                outputs = core.forward("training_step", batch, first + index)
+                loss, count = self.read_loss(outputs)
+                if index == 0:
+                    for call in hooks.on_before_zero_grad:
+                        for optimizer in trainer.optimizers:
+                            call(optimizer)
+                    for position in range(len(trainer.optimizers)):
+                        core.zero_grad(position)
+                if loss is not None:
+                    trained = True
+                    for call in hooks.on_before_backward:
+                        call(loss)
+                    if count is None:
+                        core.backward(loss, weights[index])
+                    else:
+                        counted = [*(counted or []), count]
+                        core.backward(loss, float(core.world_size))
+                    for call in hooks.on_after_backward:
+                        call()
+                    outputs = _detached(outputs)
+            if index < final:
+                for call in hooks.on_train_batch_end:
+                    call(outputs, batch, first + index)
+        if counted is not None:
+            core.scale_gradients(1.0 / core.sum(torch.stack(counted).sum()).clamp(min=1e-30))
+        stepped = True
+        if trained:
+            for position, optimizer in enumerate(trainer.optimizers):
+                for call in hooks.on_before_optimizer_step:
+                    call(optimizer)
+                core.clip(position)
+                stepped = core.optimizer_step(position) and stepped
+        self.data.consumed(len(window))
+        progress.global_step += 1
+        if not stepped:
+            progress.skipped_steps += 1
+        elif trained and trainer.lr_scheduler_configs:
+            step_schedulers(
+                trainer.lr_scheduler_configs, "step", progress.global_step, trainer.callback_metrics, fresh=False
+            )
+        self.in_window = False
+        for call in hooks.on_step:
+            call()
+        for call in hooks.on_train_batch_end:
+            call(outputs, batch, first + final)
+        metrics.in_step = False
+        if progress.global_step % trainer.log_every_n_steps == 0:
+            trainer.show(metrics.show_step())
+        return False
+
+    def weigh(self, window: list[Any]) -> list[float] | list[Tensor]:
+        """What each micro-batch's mean loss counts in the window: equal parts, or its share of the items of all ranks."""
+        if not self.counts_items:
+            return [1.0 / len(window)] * len(window)
+        counts = torch.stack(
+            [torch.as_tensor(self.module.count_items(batch), dtype=torch.float32).to(self.core.device) for batch in window]
+        )
+        total = self.core.sum(counts.sum()).clamp(min=1.0)
+        return list((counts * (self.core.world_size / total)).unbind())
+
+    def read_loss(self, outputs: Any) -> tuple[Tensor | None, Tensor | None]:
+        """The loss in what training_step returned, and its count when it is a sum."""
+        where = f"{type(self.module).__name__}.training_step"
+        if outputs is None:
+            if self.core.world_size > 1:
+                raise RuntimeError(f"{where} returned None on rank {self.core.global_rank}: return a loss on every rank")
+            return None, None
+        count: Tensor | None = None
+        if isinstance(outputs, LossSum):
+            loss = outputs.total
+            count = torch.as_tensor(outputs.count, dtype=torch.float32).to(self.core.device)
+        elif isinstance(outputs, dict):
+            if "loss" not in outputs:
+                raise ValueError(f"{where} returned a dict without 'loss'; it has the keys {sorted(map(str, outputs))}")
+            loss = outputs["loss"]
+        else:
+            loss = outputs
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+            raise TypeError(f"{where} returned {what} as the loss; return a scalar tensor, a dict with 'loss', LossSum or None")
+        if not loss.requires_grad:
+            raise RuntimeError(f"{where} returned a loss without a graph; compute it from the module's parameters, undetached")
+        return loss, count
+
+
+def _detached(outputs: Any) -> Any:
+    """What training_step returned, with the loss cut from its graph, so that hooks keep no activations alive."""
+    if isinstance(outputs, Tensor):
+        return {"loss": outputs.detach()}
+    if isinstance(outputs, LossSum):
+        return {"loss": outputs.total.detach(), "count": outputs.count}
+    return {**outputs, "loss": outputs["loss"].detach()}

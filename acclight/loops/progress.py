@@ -1,0 +1,34 @@
+"""Progress: where a training stands, as plain counts that a checkpoint holds."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+
+@dataclass
+class Progress:
+    """The counts of a training.
+
+    Attributes:
+        global_step: Windows trained on, also those whose fp16 step was skipped.
+        epoch: The epoch that runs, or that has just ended, from 0.
+        epoch_done: Everything of `epoch` has happened: its batches, validation, hooks and schedulers.
+        skipped_steps: Steps that fp16 loss scaling skipped.
+        validated_at: The global_step of the newest validation; -1 before the first.
+    """
+
+    global_step: int = 0
+    epoch: int = 0
+    epoch_done: bool = False
+    skipped_steps: int = 0
+    validated_at: int = -1
+
+    def state_dict(self) -> dict[str, Any]:
+        """The counts by name."""
+        return asdict(self)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes them back."""
+        for name in asdict(self):
+            setattr(self, name, state[name])

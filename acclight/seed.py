@@ -1,0 +1,25 @@
+"""seed_everything: the same random numbers in every run."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import torch
+
+
+def seed_everything(seed: int) -> int:
+    """Seeds Python, NumPy and torch (all devices) alike on every rank; the order of the training samples follows it too.
+
+    Args:
+        seed: In [0, 2**32).
+
+    Returns:
+        The seed.
+    """
+    if not 0 <= seed < 2**32:
+        raise ValueError(f"seed={seed}: give a whole number from 0 to {2**32 - 1}")
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+    return seed

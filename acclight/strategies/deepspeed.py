@@ -1,0 +1,381 @@
+"""DeepSpeedStrategy: ZeRO stages 1 to 3 by the DeepSpeed engine, with the loop's own accumulation, hooks and step."""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.utils import DeepSpeedPlugin, InitProcessGroupKwargs
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from acclight.strategies import on_cpu
+from acclight.strategies.strategy import Strategy, canonical_name
+
+
+class DeepSpeedStrategy(Strategy):
+    """Trains with DeepSpeed ZeRO.
+
+    Args:
+        stage: What is sharded: 1 optimizer state, 2 also gradients, 3 also parameters. Default 2.
+        offload_optimizer_device: "none" (default), "cpu" or "nvme".
+        offload_param_device: "none" (default), "cpu" or "nvme"; stage 3.
+        offload_optimizer_nvme_path: Folder for "nvme".
+        offload_param_nvme_path: Folder for "nvme".
+        zero3_init_flag: Create the parameters sharded in `configure_model`. Default: True for stage 3.
+        zero3_save_16bit_model: Let DeepSpeed gather 16-bit weights when it saves a model itself. Default False.
+        ds_config: A DeepSpeed configuration (dict or path of a JSON file); its keys come on top of the arguments.
+        timeout: Seconds that a collective may wait. Default 1800.
+    """
+
+    kind = "deepspeed"
+
+    def __init__(
+        self,
+        *,
+        stage: int = 2,
+        offload_optimizer_device: str = "none",
+        offload_param_device: str = "none",
+        offload_optimizer_nvme_path: str | None = None,
+        offload_param_nvme_path: str | None = None,
+        zero3_init_flag: bool | None = None,
+        zero3_save_16bit_model: bool = False,
+        ds_config: Mapping[str, Any] | str | Path | None = None,
+        timeout: float = 1800.0,
+    ) -> None:
+        super().__init__(timeout=timeout)
+        self._user_config = _read_config(ds_config)
+        self.stage = int(self._user_config.get("zero_optimization", {}).get("stage", stage))
+        if self.stage not in (1, 2, 3):
+            raise ValueError(f"stage={self.stage!r}: DeepSpeed ZeRO has the stages 1, 2 and 3")
+        self.offload_optimizer_device = offload_optimizer_device
+        self.offload_param_device = offload_param_device
+        self.offload_optimizer_nvme_path = offload_optimizer_nvme_path
+        self.offload_param_nvme_path = offload_param_nvme_path
+        self.zero3_init_flag = self.stage == 3 and zero3_init_flag is not False
+        self.zero3_save_16bit_model = zero3_save_16bit_model
+        self.config: dict[str, Any] = {}
+
+    @property
+    def name(self) -> str:
+        return f"deepspeed_stage_{self.stage}"
+
+    @property
+    def collective_forward(self) -> bool:  # type: ignore[override]
+        """Stage 3 gathers parameters in every forward."""
+        return self.stage == 3
+
+    def environment(self) -> dict[str, str | None]:
+        # DeepSpeedPlugin fills whatever it finds in these; the strategy has read the launch already (see resolve.py).
+        hidden = (
+            "CONFIG_FILE", "ZERO_STAGE", "OFFLOAD_OPTIMIZER_DEVICE", "OFFLOAD_PARAM_DEVICE",
+            "OFFLOAD_OPTIMIZER_NVME_PATH", "OFFLOAD_PARAM_NVME_PATH", "ZERO3_INIT", "ZERO3_SAVE_16BIT_MODEL",
+        )  # fmt: skip
+        return (
+            super().environment()
+            | {f"ACCELERATE_DEEPSPEED_{name}": None for name in hidden}
+            | {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": None, "ACCELERATE_GRADIENT_CLIPPING": None}
+            | {"ACCELERATE_CONFIG_DS_FIELDS": None, "ACCELERATE_USE_CPU": None, "ACCELERATE_USE_DEEPSPEED": "true"}
+        )
+
+    def claim_process_state(self, device_type: str) -> None:
+        if device_type == "cpu":
+            on_cpu.skip_shared_memory_operator()
+
+    def accelerator_arguments(self, *, precision: str, clip: float, micro_batch_size: int) -> dict[str, Any]:
+        logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+        self.config = self._configure(precision, clip, micro_batch_size)
+        arguments: dict[str, Any] = {
+            "deepspeed_plugin": DeepSpeedPlugin(
+                hf_ds_config=copy.deepcopy(self.config), zero3_init_flag=self.zero3_init_flag
+            )
+        }
+        if not torch.cuda.is_available():
+            arguments["kwargs_handlers"] = [InitProcessGroupKwargs(backend="gloo", timeout=self.timeout)]
+        return arguments
+
+    def _configure(self, precision: str, clip: float, micro_batch_size: int) -> dict[str, Any]:
+        """The whole DeepSpeed configuration, with nothing left for Accelerate to fill in.
+
+        Accelerate 1.15 turns a clipping of 0.0 into "auto", and that into 1.0, unless the configuration holds a number.
+        """
+        zero: dict[str, Any] = {"stage": self.stage}
+        for role in ("optimizer", "param"):
+            device = getattr(self, f"offload_{role}_device")
+            if device != "none":
+                zero[f"offload_{role}"] = {"device": device}
+                if device == "nvme":
+                    zero[f"offload_{role}"]["nvme_path"] = getattr(self, f"offload_{role}_nvme_path")
+        if self.stage == 3:
+            zero["stage3_gather_16bit_weights_on_model_save"] = self.zero3_save_16bit_model
+        ours: dict[str, Any] = {
+            "train_micro_batch_size_per_gpu": micro_batch_size,
+            # The loop owns the window: it weights every loss itself and says where the window ends.
+            "gradient_accumulation_steps": 1,
+            "gradient_clipping": clip,
+            "zero_allow_untested_optimizer": True,
+            "fp16": {"enabled": precision == "fp16"},
+            "bf16": {"enabled": precision == "bf16"},
+        }
+        config = copy.deepcopy(self._user_config)
+        for key, value in ours.items():
+            given = config.get(key, "auto")
+            if isinstance(value, dict):
+                given = dict(given) if isinstance(given, Mapping) else {}
+                if given.get("enabled", "auto") not in ("auto", value["enabled"]):
+                    raise ValueError(
+                        f"ds_config {key}.enabled={given['enabled']} contradicts the Trainer's precision; "
+                        "set one of them, or write 'auto' in ds_config"
+                    )
+                config[key] = given | value
+            elif given == "auto":
+                config[key] = value
+            elif key == "gradient_clipping" and clip not in (0.0, float(given)):
+                raise ValueError(f"ds_config gradient_clipping={given} contradicts gradient_clip_val={clip}; set one of them")
+        config["gradient_accumulation_steps"] = 1
+        config.pop("train_batch_size", None)
+        config["zero_optimization"] = zero | config.get("zero_optimization", {})
+        return config
+
+    def init_context(self) -> AbstractContextManager[Any]:
+        if self.stage != 3 or not self.zero3_init_flag:
+            return nullcontext()
+        import deepspeed
+
+        context: AbstractContextManager[Any] = deepspeed.zero.Init(config_dict_or_path=self.config)
+        return context
+
+    # -- wrapping -----------------------------------------------------------------------------------------------------
+
+    def prepare(self, accelerator: Any, step_module: nn.Module, optimizers: Sequence[Optimizer]) -> nn.Module:
+        if len(optimizers) > 1:
+            raise ValueError(
+                f"configure_optimizers returned {len(optimizers)} optimizers: a DeepSpeed engine trains with exactly one; "
+                "use one optimizer with several parameter groups, or the strategy 'ddp' or 'fsdp2'"
+            )
+        if not optimizers and self.stage != 3:
+            # Nothing is sharded in evaluation below stage 3, and the engine refuses to exist without an optimizer.
+            self.step_module = self.wrapped = step_module.to(accelerator.device)
+            self._optimizers = []
+            return self.wrapped
+        self.step_module = step_module
+        self._scaler = None
+        if self.stage == 3:
+            self._announce_direct_parameters(step_module)
+        # Noted now: the engine is about to replace the groups' parameters by flat partitions.
+        self._group_names = super().param_group_names(step_module.get_submodule("module"), optimizers)
+        prepared = accelerator.prepare(step_module, *optimizers)
+        self.wrapped = prepared[0] if optimizers else prepared
+        self._optimizers = list(optimizers)
+        self.check_wrapped()
+        return self.wrapped
+
+    def _announce_direct_parameters(self, step_module: nn.Module) -> None:
+        # The thin module calls the user's step methods, not the user's forward, so that ZeRO-3's hooks on the user's module
+        # never run: parameters that it holds itself must be gathered by the thin module instead.
+        import deepspeed
+
+        for parameter in step_module.get_submodule("module").parameters(recurse=False):
+            deepspeed.zero.register_external_parameter(step_module, parameter)
+
+    def check_wrapped(self) -> None:
+        from deepspeed import DeepSpeedEngine
+
+        if not isinstance(self.wrapped, DeepSpeedEngine):
+            raise RuntimeError(f"strategy {self.name!r} was asked for, but the model is a {type(self.wrapped).__name__}")
+        stage = self.wrapped.zero_optimization_stage()
+        if stage != self.stage:
+            raise RuntimeError(f"strategy {self.name!r} was asked for, but the engine runs ZeRO stage {stage}")
+
+    @property
+    def _engine(self) -> Any:
+        return self.wrapped
+
+    @property
+    def _zero(self) -> Any:
+        return self._engine.optimizer
+
+    # -- one training step --------------------------------------------------------------------------------------------
+
+    def set_gradient_sync(self, sync: bool) -> None:
+        self._engine.set_gradient_accumulation_boundary(is_boundary=sync)
+
+    def backward(self, loss: Tensor) -> None:
+        # Accelerate's engine wrapper would divide by the accumulation count and step at once, before the step hooks.
+        self._engine.backward(loss, scale_wrt_gas=False)
+
+    def unscale(self, optimizer_index: int) -> None:
+        """The engine unscales within its step."""
+
+    def clip_norm(self, parameters: Sequence[nn.Parameter], max_norm: float) -> Tensor | None:
+        return None
+
+    def clip_value(self, parameters: Sequence[nn.Parameter], limit: float) -> None:
+        raise ValueError(
+            "gradient_clip_algorithm='value' cannot be used with DeepSpeed, which clips by the norm within its step; "
+            "use gradient_clip_algorithm='norm', or the strategy 'ddp' or 'fsdp2'"
+        )
+
+    def last_norm(self) -> float | None:
+        norm = self._engine.get_global_grad_norm()
+        return None if norm is None else float(norm)
+
+    def optimizer_step(self, index: int) -> bool:
+        self._engine.step()
+        return not bool(getattr(self._zero, "overflow", False))
+
+    def zero_grad(self, index: int) -> None:
+        """The engine clears its gradients within its step."""
+
+    # -- state ----------------------------------------------------------------------------------------------------------
+
+    def model_state(self, module: nn.Module) -> dict[str, Tensor]:
+        from deepspeed.utils import safe_get_full_fp32_param
+
+        state = super().model_state(module)
+        gathered: dict[int, Tensor] = {}
+        for name, parameter in module.named_parameters(remove_duplicate=False):
+            key = canonical_name(name)
+            if key not in state:
+                continue
+            if id(parameter) not in gathered:
+                full = safe_get_full_fp32_param(parameter) if parameter.requires_grad else None
+                gathered[id(parameter)] = self._gather(parameter) if full is None else full.detach().cpu()
+            state[key] = gathered[id(parameter)]
+        return state
+
+    def _gather(self, parameter: nn.Parameter) -> Tensor:
+        import deepspeed
+
+        if not hasattr(parameter, "ds_id"):
+            return parameter.detach()
+        with deepspeed.zero.GatheredParameters([parameter]):
+            return parameter.detach().cpu().clone()
+
+    def load_model_state(self, module: nn.Module, read: Any) -> None:
+        import deepspeed
+        from deepspeed.utils import safe_set_full_fp32_param, safe_set_local_fp32_param
+
+        state = self.model_state(module)
+        read(state)
+        parameters = {canonical_name(n): p for n, p in module.named_parameters()}
+        with torch.no_grad():
+            for name, parameter in parameters.items():
+                if name not in state:
+                    continue
+                value = state[name].to(parameter.device)
+                if hasattr(parameter, "ds_id"):
+                    with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
+                        parameter.data.copy_(value)
+                    if parameter.requires_grad and self._optimizers:
+                        safe_set_local_fp32_param(parameter, self._shard(parameter, value))
+                else:
+                    parameter.data.copy_(value)
+                    if parameter.requires_grad and self._optimizers:
+                        safe_set_full_fp32_param(parameter, value.float())
+
+    def _shard(self, parameter: nn.Parameter, value: Tensor) -> Tensor:
+        """This rank's part of a whole tensor as ZeRO-3 cuts it: flat, padded so that all ranks hold equally much."""
+        size = parameter.ds_tensor.numel()  # type: ignore[attr-defined]
+        world = torch.distributed.get_world_size()
+        flat = torch.zeros(size * world, dtype=torch.float32, device=value.device)
+        flat[: value.numel()] = value.flatten()
+        return flat.narrow(0, size * torch.distributed.get_rank(), size)
+
+    def _flat_groups(self) -> list[Tensor]:
+        """The flat float32 partitions that the inner torch optimizer steps."""
+        groups = self._zero.fp32_partitioned_groups_flat if self.stage == 3 else self._zero.single_partition_of_fp32_groups
+        return list(groups)
+
+    def _flat_of(self, parameter: nn.Parameter) -> Tensor:
+        if self.stage == 3:
+            return self._flat_groups()[self._zero.grad_position[self._zero.get_param_id(parameter)][0]]
+        for group, flat in zip(self._zero.bit16_groups, self._flat_groups(), strict=True):
+            if any(p is parameter for p in group):
+                return flat
+        raise KeyError("a trained parameter is in no ZeRO group")
+
+    def _trained(self, module: nn.Module) -> dict[str, nn.Parameter]:
+        owned = {id(p) for group in self._zero.bit16_groups for p in group} if self.stage != 3 else None
+        return {
+            canonical_name(name): p
+            for name, p in module.named_parameters()
+            if p.requires_grad and (owned is None or id(p) in owned)
+        }
+
+    def optimizer_state(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
+        from deepspeed.utils import safe_get_full_optimizer_state
+
+        state: dict[str, Any] = {}
+        for name, parameter in self._trained(module).items():
+            flat = self._flat_of(parameter)
+            for key, value in self._zero.optimizer.state.get(flat, {}).items():
+                if isinstance(value, Tensor) and value.shape == flat.shape:
+                    state[f"{name}/{key}"] = safe_get_full_optimizer_state(parameter, key).detach().cpu()
+                else:
+                    state[f"{name}/{key}"] = value.detach().clone() if isinstance(value, Tensor) else value
+        return state
+
+    def load_optimizer_state(
+        self,
+        module: nn.Module,
+        optimizers: Sequence[Optimizer],
+        saved: Mapping[str, tuple[tuple[int, ...], torch.dtype]],
+        plain: Mapping[str, Any],
+        read: Any,
+    ) -> None:
+        from deepspeed.utils import safe_set_full_optimizer_state, safe_set_local_optimizer_state
+
+        into = {name: torch.zeros(shape, dtype=dtype) for name, (shape, dtype) in saved.items()}
+        read(into)
+        trained = self._trained(module)
+        values = {**plain, **into}
+        # A fresh engine has no optimizer state before its first step: make it, so that there is something to fill.
+        for name, value in values.items():
+            owner, _, key = name.rpartition("/")
+            flat = self._flat_of(trained[owner])
+            sharded = isinstance(value, Tensor) and value.numel() == math.prod(_shape(trained[owner])) and value.dim() > 0
+            if sharded:
+                self._zero.optimizer.state[flat].setdefault(key, torch.zeros_like(flat))
+            else:
+                self._zero.optimizer.state[flat][key] = value
+        if self.stage != 3:
+            self._zero._hp_optimizer_states_linked = False
+            self._zero._lazy_init_hp_params_optimizer_state()
+        for name, value in into.items():
+            owner, _, key = name.rpartition("/")
+            parameter = trained[owner]
+            if value.dim() == 0:
+                continue
+            if self.stage == 3:
+                safe_set_local_optimizer_state(parameter, self._shard(parameter, value.to(parameter.device)), key)
+            else:
+                safe_set_full_optimizer_state(parameter, value.to(parameter.device).float(), key)
+
+    def param_group_names(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> list[list[list[str]]]:
+        return self._group_names
+
+
+def _shape(parameter: nn.Parameter) -> tuple[int, ...]:
+    return tuple(getattr(parameter, "ds_shape", parameter.shape))
+
+
+def _read_config(config: Mapping[str, Any] | str | Path | None) -> dict[str, Any]:
+    if config is None:
+        return {}
+    if isinstance(config, Mapping):
+        return copy.deepcopy(dict(config))
+    path = Path(config)
+    if not path.is_file():
+        raise ValueError(f"ds_config={str(config)!r}: there is no such file; give a dict or the path of a JSON file")
+    loaded = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(loaded, dict):
+        raise ValueError(f"ds_config={str(config)!r}: the file holds a {type(loaded).__name__}, not a JSON object")
+    return loaded

@@ -1,0 +1,59 @@
+"""Joins and leaves torch.distributed: once per process, in order, whatever the number of Trainers."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import warnings
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+_FAREWELL_SECONDS = 20.0
+
+
+def launched() -> bool:
+    """True when a launcher (accelerate launch, torchrun) has given this process a rank."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def default_backend(device_type: str) -> str:
+    """The backend for a device type; accelerators get gloo beside theirs, for objects and checkpoints on the CPU."""
+    native = {"cuda": "nccl", "xpu": "xccl", "hpu": "hccl", "npu": "hccl", "mlu": "cncl", "musa": "mccl"}.get(device_type)
+    return f"{device_type}:{native},cpu:gloo" if native else "gloo"
+
+
+def join(backend: str, timeout: timedelta) -> None:
+    """Joins the launcher's group, or makes a group of one where nothing was launched. Does nothing when already in one.
+
+    Args:
+        backend: As for `torch.distributed.init_process_group`.
+        timeout: How long a collective may wait.
+    """
+    if dist.is_initialized():
+        return
+    if launched():
+        device = None
+        if "nccl" in backend:
+            device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % max(torch.cuda.device_count(), 1))
+            torch.cuda.set_device(device)
+        dist.init_process_group(backend, timeout=timeout, device_id=device)
+    else:
+        # A store in memory: a group of one needs no port and leaves no trace in the environment.
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+    atexit.register(_leave)
+
+
+def _leave() -> None:
+    """Meets the other ranks and destroys the group: a gloo process that skips this aborts in about a third of its exits."""
+    if not dist.is_initialized():
+        return
+    # After an unhandled exception nobody may be there to meet, and the launcher is about to take the job down.
+    if dist.get_world_size() > 1 and not hasattr(sys, "last_value"):
+        try:
+            dist.monitored_barrier(timeout=timedelta(seconds=_FAREWELL_SECONDS))
+        except RuntimeError as error:
+            warnings.warn(f"rank {dist.get_rank()} leaves without the other ranks: {error}", stacklevel=1)
+    dist.destroy_process_group()

@@ -1,0 +1,210 @@
+"""Strategy: what the core asks of one way to spread a model over processes, with the answers of plain, whole tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+# What activation checkpointing and torch.compile put into parameter names.
+_WRAPPER_PARTS = ("_checkpoint_wrapped_module.", "_orig_mod.")
+
+
+def canonical_name(name: str) -> str:
+    """The name as the user's module gives it, without the parts that wrappers insert."""
+    for part in _WRAPPER_PARTS:
+        name = name.replace(part, "")
+    return name
+
+
+class Strategy:
+    """Base class of all strategies; its methods are right wherever parameters are whole, plain tensors.
+
+    Args:
+        timeout: Seconds that a collective may wait for the slowest process. Default 1800.
+    """
+
+    kind: ClassVar[str]
+    #: Every rank has to join every forward, in evaluation too.
+    collective_forward: ClassVar[bool] = False
+    #: Needs a process group, if only a group of one.
+    distributed: ClassVar[bool] = True
+
+    #: Gradient clipping that a launch file asks for; the Trainer's own argument wins.
+    launched_clip: float | None = None
+
+    def __init__(self, *, timeout: float = 1800.0) -> None:
+        self.timeout = timedelta(seconds=timeout)
+        self.step_module: nn.Module
+        self.wrapped: nn.Module
+        self._optimizers: list[Any] = []
+        self._scaler: Any = None
+
+    @property
+    def name(self) -> str:
+        """The name under which `Trainer(strategy=...)` knows this strategy."""
+        return self.kind
+
+    # -- before the model exists --------------------------------------------------------------------------------------
+
+    def environment(self) -> dict[str, str | None]:
+        """Variables that Accelerate must see (a string) or must not see (None) while it works for this strategy."""
+        return {"ACCELERATE_USE_FSDP": None, "ACCELERATE_USE_DEEPSPEED": None, "ACCELERATE_USE_MEGATRON_LM": None}
+
+    def claim_process_state(self, device_type: str) -> None:
+        """Creates Accelerate's PartialState where its own choice would be another than what was asked for."""
+
+    def accelerator_arguments(self, *, precision: str, clip: float, micro_batch_size: int) -> dict[str, Any]:
+        """Keyword arguments for `accelerate.Accelerator`."""
+        return {}
+
+    def init_context(self) -> AbstractContextManager[Any]:
+        """The context in which `configure_model` creates parameters."""
+        return nullcontext()
+
+    # -- wrapping -----------------------------------------------------------------------------------------------------
+
+    def prepare(self, accelerator: Any, step_module: nn.Module, optimizers: Sequence[Optimizer]) -> nn.Module:
+        """Wraps the model and binds the optimizers to what it holds afterwards; returns what the loop calls."""
+        self.step_module = step_module
+        self._scaler = accelerator.scaler
+        if optimizers:
+            self.wrapped, *self._optimizers = accelerator.prepare(step_module, *optimizers)
+        else:
+            self.wrapped = accelerator.prepare_model(step_module, evaluation_mode=True)
+            self._optimizers = []
+        self.check_wrapped()
+        return self.wrapped
+
+    def check_wrapped(self) -> None:
+        """Raises RuntimeError when the model is not wrapped as this strategy promises."""
+
+    # -- one training step --------------------------------------------------------------------------------------------
+
+    def set_gradient_sync(self, sync: bool) -> None:
+        """Whether the next forward and backward end a window, so that its gradients are averaged over the ranks."""
+
+    def backward(self, loss: Tensor) -> None:
+        """Adds the gradient of `loss` (a scalar; already weighted) to what the window holds."""
+        if self._scaler is None:
+            loss.backward()
+        else:
+            self._scaler.scale(loss).backward()
+
+    def unscale(self, optimizer_index: int) -> None:
+        """Takes the fp16 loss scale out of the gradients of one optimizer."""
+        if self._scaler is not None:
+            self._scaler.unscale_(self._optimizers[optimizer_index].optimizer)
+
+    def clip_norm(self, parameters: Sequence[nn.Parameter], max_norm: float) -> Tensor | None:
+        """Scales the gradients so that their global 2-norm is at most `max_norm`.
+
+        Returns:
+            The norm before clipping, a scalar tensor on the device; None where the strategy clips within its own step.
+        """
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        norm = self.total_norm(gradients)
+        torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+        return norm
+
+    def clip_value(self, parameters: Sequence[nn.Parameter], limit: float) -> None:
+        """Clamps every element of the gradients to [-limit, limit]."""
+        torch.nn.utils.clip_grad_value_(parameters, limit)
+
+    def total_norm(self, gradients: Sequence[Tensor]) -> Tensor:
+        """The 2-norm over all gradients of the whole model, a scalar tensor that is equal on every rank."""
+        return torch.nn.utils.get_total_norm(gradients)
+
+    def last_norm(self) -> float | None:
+        """The norm that the strategy's own step has computed, where it does; else None."""
+        return None
+
+    def optimizer_step(self, index: int) -> bool:
+        """Applies one optimizer's step; returns False when fp16 loss scaling skipped it."""
+        optimizer = self._optimizers[index]
+        if self._scaler is None:
+            # AcceleratedOptimizer.step spends 45 us in package look-ups and would do just this.
+            optimizer.optimizer.step()
+            return True
+        self._scaler.step(optimizer.optimizer)
+        scale = self._scaler.get_scale()
+        self._scaler.update()
+        return bool(self._scaler.get_scale() >= scale)
+
+    def zero_grad(self, index: int) -> None:
+        """Clears the gradients of one optimizer's parameters."""
+        self._optimizers[index].optimizer.zero_grad(set_to_none=True)
+
+    # -- state, by the names that the user's module gives -----------------------------------------------------------------
+
+    def settle(self) -> None:
+        """Puts the parameters into the form in which their state can be read (sharded again, for one)."""
+
+    def model_state(self, module: nn.Module) -> dict[str, Tensor]:
+        """Parameters and persistent buffers by canonical name, tied ones under each of their names."""
+        self.settle()
+        return {canonical_name(name): value for name, value in module.state_dict().items()}
+
+    def load_model_state(self, module: nn.Module, read: Any) -> None:
+        """Fills the model's own tensors; `read(into)` fills a mapping of tensors in place."""
+        state = self.model_state(module)
+        with torch.no_grad():
+            read(state)
+
+    def optimizer_state(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
+        """Optimizer state as "<parameter>/<key>" -> tensor or plain number."""
+        names = {id(p): canonical_name(name) for name, p in module.named_parameters()}
+        return {
+            f"{names[id(p)]}/{key}": value
+            for optimizer in optimizers
+            for p, values in optimizer.state.items()
+            for key, value in values.items()
+        }
+
+    def load_optimizer_state(
+        self,
+        module: nn.Module,
+        optimizers: Sequence[Optimizer],
+        saved: Mapping[str, tuple[tuple[int, ...], torch.dtype]],
+        plain: Mapping[str, Any],
+        read: Any,
+    ) -> None:
+        """Gives the optimizers the saved state.
+
+        Args:
+            module: The user's module.
+            optimizers: The torch optimizers in the order in which they were saved.
+            saved: Shape (global) and dtype of every saved tensor by "<parameter>/<key>".
+            plain: Saved values that are no tensors, by the same names.
+            read: `read(into)` fills a mapping of tensors in place.
+        """
+        parameters = {canonical_name(name): p for name, p in module.named_parameters()}
+        into: dict[str, Tensor] = {}
+        for name, (shape, dtype) in saved.items():
+            parameter = parameters[name.rpartition("/")[0]]
+            if tuple(parameter.shape) == tuple(shape):
+                into[name] = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
+            else:
+                # Adam's "step" stays on the CPU, where the unfused implementations of torch.optim keep it.
+                into[name] = torch.zeros(shape, dtype=dtype, device="cpu" if not shape else parameter.device)
+        read(into)
+        for optimizer in optimizers:
+            owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
+            for name, value in {**plain, **into}.items():
+                owner, _, key = name.rpartition("/")
+                if id(parameters[owner]) in owned:
+                    optimizer.state[parameters[owner]][key] = value
+
+    def param_group_names(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> list[list[list[str]]]:
+        """The parameter names of every group of every optimizer."""
+        names = {id(p): canonical_name(name) for name, p in module.named_parameters()}
+        return [[[names[id(p)] for p in group["params"]] for group in optimizer.param_groups] for optimizer in optimizers]
+
+    def summary(self) -> str:
+        """One phrase for the start-up summary."""
+        return self.name

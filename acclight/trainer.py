@@ -1,0 +1,777 @@
+"""Trainer: reads the arguments, wires the parts, and exposes fit, validate, test and predict."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import inspect
+import math
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+
+from acclight.callback import Callback, Hooks
+from acclight.checkpoint import snapshot
+from acclight.checkpoint.reader import Reader
+from acclight.core import AcceleratorCore
+from acclight.data import EvalData, TrainData
+from acclight.logging import MetricStore
+from acclight.logging.store import Shown
+from acclight.loops.evaluate import evaluate, predict
+from acclight.loops.fit import FitLoop
+from acclight.loops.optimizers import SchedulerConfig, read_optimizers, step_schedulers
+from acclight.loops.progress import Progress as Counts
+from acclight.strategies.resolve import resolve_strategy
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from accelerate import Accelerator
+
+    from acclight.datamodule import DataModule
+    from acclight.loggers import Logger
+    from acclight.module import TrainModule
+    from acclight.strategies import Strategy
+
+
+def _names_unknown_arguments(init: Callable[..., None]) -> Callable[..., None]:
+    known = list(inspect.signature(init).parameters)[1:]
+
+    @functools.wraps(init)
+    def checked(self: Any, *args: Any, **kwargs: Any) -> None:
+        for name in kwargs:
+            if name not in known:
+                near = difflib.get_close_matches(name, known, n=1)
+                hint = f"; did you mean {near[0]!r}?" if near else f"; it takes {', '.join(known)}"
+                raise TypeError(f"Trainer has no argument {name!r}{hint}")
+        init(self, *args, **kwargs)
+
+    return checked
+
+
+class Trainer:
+    """Trains a TrainModule under any strategy; the arguments are Lightning's where the idea is the same.
+
+    Args:
+        strategy: "auto" (what the launcher says, else one device), a name ("single", "ddp", "fsdp2", "deepspeed_stage_1",
+            "deepspeed_stage_2", "deepspeed_stage_3") or a Strategy object.
+        precision: "32", "bf16-mixed" or "16-mixed". Default: what the launcher says, else "32".
+        max_epochs: Epochs in all, over resumes; -1 for no limit. Default: 1000 where no limit is given.
+        max_steps: Optimizer steps in all; -1 for no limit. Default -1.
+        max_time: Longest time, as a timedelta or a dict of its arguments; a validation or save that runs is finished.
+        min_epochs: `should_stop` is heeded only after so many epochs.
+        min_steps: `should_stop` is heeded only after so many optimizer steps.
+        accumulate_grad_batches: Batches per rank in one optimizer step. Default 1.
+        gradient_clip_val: Largest gradient norm (or element). Default: what a DeepSpeed launch says, else no clipping.
+        gradient_clip_algorithm: "norm" (default) or "value".
+        callbacks: Callbacks, in the order in which they run.
+        logger: True for TensorBoard and CSV files, False for none, or loggers.
+        log_every_n_steps: Optimizer steps between logged values. Default 50.
+        val_check_interval: An int: optimizer steps between validations; a float: the fraction of an epoch. Default 1.0.
+        check_val_every_n_epoch: Epochs between validations at the end of an epoch. Default 1.
+        num_sanity_val_steps: Validation batches that are tried before training. Default 2; -1 for all.
+        limit_train_batches: Batches per rank and epoch (int), or a fraction (float). Default 1.0.
+        limit_val_batches: Likewise for each validation loader.
+        limit_test_batches: Likewise for each test loader.
+        limit_predict_batches: Likewise for each prediction loader.
+        fast_dev_run: Run so many batches (True: 1) of everything once, without loggers and checkpoints.
+        deterministic: Use deterministic algorithms only (True), or warn where there is none ("warn").
+        detect_anomaly: Find the operation that makes a NaN in the backward; slow.
+        inference_mode: Evaluate under torch.inference_mode where the strategy can. Default True.
+        default_root_dir: Where loggers and checkpoints go. Default: the working directory.
+        enable_progress_bar: Show progress. Default True.
+        enable_checkpointing: Save checkpoints where no ModelCheckpoint is given. Default True.
+        enable_model_summary: Show the model's parts at the start. Default True.
+
+    Raises:
+        TypeError: For an unknown argument; it names the nearest one.
+        ValueError: For a value that cannot be used.
+    """
+
+    @_names_unknown_arguments
+    def __init__(
+        self,
+        *,
+        strategy: str | Strategy = "auto",
+        precision: str | int | None = None,
+        max_epochs: int | None = None,
+        max_steps: int = -1,
+        max_time: timedelta | dict[str, int] | None = None,
+        min_epochs: int | None = None,
+        min_steps: int | None = None,
+        accumulate_grad_batches: int = 1,
+        gradient_clip_val: float | None = None,
+        gradient_clip_algorithm: str = "norm",
+        callbacks: Callback | Sequence[Callback] | None = None,
+        logger: bool | Logger | Sequence[Logger] = True,
+        log_every_n_steps: int = 50,
+        val_check_interval: int | float = 1.0,
+        check_val_every_n_epoch: int = 1,
+        num_sanity_val_steps: int = 2,
+        limit_train_batches: int | float = 1.0,
+        limit_val_batches: int | float = 1.0,
+        limit_test_batches: int | float = 1.0,
+        limit_predict_batches: int | float = 1.0,
+        fast_dev_run: bool | int = False,
+        deterministic: bool | str = False,
+        detect_anomaly: bool = False,
+        inference_mode: bool = True,
+        default_root_dir: str | Path | None = None,
+        enable_progress_bar: bool = True,
+        enable_checkpointing: bool = True,
+        enable_model_summary: bool = True,
+    ) -> None:
+        _at_least("accumulate_grad_batches", accumulate_grad_batches, 1)
+        _at_least("log_every_n_steps", log_every_n_steps, 1)
+        _at_least("check_val_every_n_epoch", check_val_every_n_epoch, 1)
+        _at_least("max_steps", max_steps, -1)
+        _at_least("num_sanity_val_steps", num_sanity_val_steps, -1)
+        if gradient_clip_algorithm not in ("norm", "value"):
+            raise ValueError(f"gradient_clip_algorithm={gradient_clip_algorithm!r}: use 'norm' or 'value'")
+        if gradient_clip_val is not None and gradient_clip_val < 0:
+            raise ValueError(f"gradient_clip_val={gradient_clip_val}: use 0 (no clipping) or more")
+        if isinstance(val_check_interval, float) and not 0.0 < val_check_interval <= 1.0:
+            raise ValueError(
+                f"val_check_interval={val_check_interval}: a float is a fraction of the epoch, in (0, 1]; "
+                "an int counts optimizer steps"
+            )
+        if isinstance(val_check_interval, int):
+            _at_least("val_check_interval", val_check_interval, 1)
+        if fast_dev_run:
+            batches = int(fast_dev_run)
+            limit_train_batches = limit_val_batches = limit_test_batches = limit_predict_batches = batches
+            max_epochs, max_steps, num_sanity_val_steps, val_check_interval = 1, -1, 0, 1.0
+            logger = enable_checkpointing = False
+        if max_epochs is None:
+            max_epochs = -1 if max_steps >= 0 or max_time is not None else 1000
+        self.max_epochs: int | None = max_epochs
+        self.max_steps = max_steps
+        self.max_time = timedelta(**max_time) if isinstance(max_time, dict) else max_time
+        self.min_epochs = min_epochs
+        self.min_steps = min_steps
+        self.accumulate_grad_batches = accumulate_grad_batches
+        self.log_every_n_steps = log_every_n_steps
+        self.val_check_interval = val_check_interval
+        self.check_val_every_n_epoch = check_val_every_n_epoch
+        self.num_sanity_val_steps = num_sanity_val_steps
+        self.limits: dict[str, int | float] = {
+            "train": limit_train_batches, "validation": limit_val_batches,
+            "test": limit_test_batches, "predict": limit_predict_batches,
+        }  # fmt: skip
+        self.deterministic = deterministic
+        self.detect_anomaly = detect_anomaly
+        self.inference_mode = inference_mode
+        self.default_root_dir = Path.cwd() if default_root_dir is None else Path(default_root_dir).expanduser()
+        self.should_stop = False
+        self.interrupted = False
+        self.state: str | None = None
+        self.validating = False
+        self.sanity_checking = False
+        self.progress = Counts()
+        self.callback_metrics: dict[str, torch.Tensor] = {}
+        self.logged_metrics: dict[str, float] = {}
+        self._shown_in_progress: dict[str, float] = {}
+        self.optimizers: list[torch.optim.Optimizer] = []
+        self.lr_scheduler_configs: list[SchedulerConfig] = []
+        self.data: TrainData | None = None
+        self.val_data: dict[str, EvalData] = {}
+        self._val_loaders: dict[str, Any] = {}
+        self.datamodule: DataModule | None = None
+        self.hooks: Hooks
+        self._module: TrainModule | None = None
+        self._prepared_for: tuple[int, bool] | None = None
+        self._pending_saves: list[tuple[Path, bool]] = []
+        self._loop: FitLoop | None = None
+
+        resolved = resolve_strategy(strategy)
+        self.core = AcceleratorCore(
+            resolved,
+            precision=precision,
+            clip_val=resolved.launched_clip if gradient_clip_val is None else gradient_clip_val,
+            clip_algorithm=gradient_clip_algorithm,
+        )
+        self.metrics = MetricStore(self.core.gather_objects, self.core.device)
+        self.loggers = self._make_loggers(logger)
+        self.callbacks = self._make_callbacks(
+            callbacks, enable_progress_bar, enable_checkpointing, enable_model_summary and not fast_dev_run
+        )
+
+    def _make_loggers(self, logger: bool | Logger | Sequence[Logger]) -> list[Logger]:
+        if logger is False:
+            return []
+        if logger is True:
+            from acclight.loggers import CSVLogger, TensorBoardLogger
+
+            loggers: list[Logger] = [TensorBoardLogger(self.default_root_dir), CSVLogger(self.default_root_dir)]
+        else:
+            loggers = list(logger) if isinstance(logger, Sequence) else [logger]
+        for one in loggers:
+            if one.version is None:
+                # Decided once, on rank 0: the ranks would otherwise find each other's folders.
+                one.version = self.core.broadcast_object(one.next_version() if self.is_global_zero else None)
+        return loggers
+
+    def _make_callbacks(
+        self, given: Callback | Sequence[Callback] | None, progress: bool, checkpoints: bool, summary: bool
+    ) -> list[Callback]:
+        callbacks = [] if given is None else [given] if isinstance(given, Callback) else list(given)
+        for callback in callbacks:
+            if not isinstance(callback, Callback):
+                raise TypeError(f"callbacks holds a {type(callback).__name__}, which is no acclight.Callback")
+        if progress:
+            from acclight.callbacks import Progress, default_progress
+
+            callbacks += [] if any(isinstance(c, Progress) for c in callbacks) else [default_progress()]
+        if summary:
+            from acclight.callbacks import ModelSummary
+
+            callbacks += [] if any(isinstance(c, ModelSummary) for c in callbacks) else [ModelSummary()]
+        if checkpoints:
+            from acclight.callbacks import ModelCheckpoint
+
+            callbacks += [] if any(isinstance(c, ModelCheckpoint) for c in callbacks) else [ModelCheckpoint()]
+        keys = [c.state_key for c in callbacks if c.state_dict()]
+        double = next((key for key in keys if keys.count(key) > 1), None)
+        if double is not None:
+            raise ValueError(f"two callbacks share the state_key {double!r}: give one of them a state_key of its own")
+        return sorted(callbacks, key=lambda c: c.runs_last)
+
+    # -- what users call ------------------------------------------------------------------------------------------------
+
+    def fit(
+        self,
+        module: TrainModule,
+        train_dataloaders: Iterable[Any] | None = None,
+        val_dataloaders: Any = None,
+        datamodule: DataModule | None = None,
+        ckpt_path: str | Path | None = None,
+    ) -> None:
+        """Trains to the first limit; limits are absolute, so that a second call, or a resume, goes on to them.
+
+        Args:
+            module: The model.
+            train_dataloaders: The training loader; or give a datamodule, or define `train_dataloader` on the module.
+            val_dataloaders: One validation loader, a list or a dict of them.
+            datamodule: Gives both loaders.
+            ckpt_path: A checkpoint folder, "last" (the newest), "best", or "auto" (the newest good one, or a fresh start).
+        """
+        if train_dataloaders is not None and datamodule is not None:
+            raise ValueError("fit was given both train_dataloaders and datamodule: give one of them")
+        with self._running("fit", module, datamodule):
+            source = self._source("train_dataloader", train_dataloaders)
+            if source is None:
+                raise ValueError("fit needs training data: give train_dataloaders or a datamodule with train_dataloader")
+            if self.core.global_rank == 0 and hasattr(source, "__len__") and len(source) == 0:
+                rank_zero_warn(f"the training loader ({type(source).__name__}) has no batches: nothing will be trained")
+            seed = int(self.core.broadcast_object(torch.initial_seed() % 2**31))
+            self.data = TrainData(
+                source, rank=self.global_rank, world_size=self.world_size, seed=seed, limit=self.limits["train"]
+            )
+            self._val_loaders = self._eval_loaders("validation", val_dataloaders)
+            self.val_data = self._eval_data("validation", self._val_loaders, self.limits["validation"])
+            self._set_validation_interval()
+            reader = self._find_checkpoint(ckpt_path)
+            self._prepare(training=True)
+            if reader is not None:
+                snapshot.restore(self, reader)
+                rank_zero_info(f"resumed from {reader.path} at step {self.global_step}")
+            self._loop = FitLoop(self, self.core, module, self.data)
+            self._log_hyperparams()
+            for call in self.hooks.on_fit_start:
+                call()
+            self._sanity_check()
+            self._loop.run()
+            for call in self.hooks.on_fit_end:
+                call()
+
+    def validate(
+        self,
+        module: TrainModule | None = None,
+        dataloaders: Any = None,
+        datamodule: DataModule | None = None,
+        ckpt_path: str | Path | None = None,
+    ) -> list[dict[str, float]]:
+        """Runs the validation loop once; returns the metrics, one dict per loader."""
+        return self._evaluate("validate", "validation", module, dataloaders, datamodule, ckpt_path)
+
+    def test(
+        self,
+        module: TrainModule | None = None,
+        dataloaders: Any = None,
+        datamodule: DataModule | None = None,
+        ckpt_path: str | Path | None = None,
+    ) -> list[dict[str, float]]:
+        """Runs the test loop once; returns the metrics, one dict per loader."""
+        return self._evaluate("test", "test", module, dataloaders, datamodule, ckpt_path)
+
+    def predict(
+        self,
+        module: TrainModule | None = None,
+        dataloaders: Any = None,
+        datamodule: DataModule | None = None,
+        return_predictions: bool = True,
+        ckpt_path: str | Path | None = None,
+    ) -> list[Any] | None:
+        """Runs predict_step over all batches.
+
+        Returns:
+            What predict_step returned per batch, in the dataset's order, on every rank (a list per loader where there are
+            several); None with `return_predictions=False`.
+        """
+        with self._running("predict", self._module_for("predict", module), datamodule):
+            loaders = self._eval_data("predict", self._eval_loaders("predict", dataloaders), self.limits["predict"])
+            self._prepare(training=False)
+            self._load_weights(ckpt_path)
+            results = predict(self, loaders, return_predictions)
+        if not return_predictions:
+            return None
+        return results[0] if len(results) == 1 else results
+
+    def save_checkpoint(self, path: str | Path, weights_only: bool = False) -> None:
+        """Writes a checkpoint; every rank has to call it. Asked for inside a window, it is written at the window's end.
+
+        Args:
+            path: The folder to make.
+            weights_only: Only the model's weights and hyper-parameters.
+        """
+        if self._loop is not None and self._loop.in_window:
+            self._pending_saves.append((Path(path), weights_only))
+            return
+        with self.core.active():
+            self._save(Path(path), weights_only)
+
+    # -- what can be read -----------------------------------------------------------------------------------------------
+
+    @property
+    def module(self) -> TrainModule:
+        """The module that runs, or ran last."""
+        if self._module is None:
+            raise RuntimeError("the Trainer has no module yet: call fit, validate, test or predict")
+        return self._module
+
+    @property
+    def global_step(self) -> int:
+        """Optimizer steps done (windows, also those whose fp16 step was skipped)."""
+        return self.progress.global_step
+
+    @property
+    def skipped_steps(self) -> int:
+        """Steps that fp16 loss scaling skipped."""
+        return self.progress.skipped_steps
+
+    @property
+    def current_epoch(self) -> int:
+        """The epoch that runs, from 0."""
+        return self.progress.epoch
+
+    @property
+    def device(self) -> torch.device:
+        """The device of this process."""
+        return self.core.device
+
+    @property
+    def world_size(self) -> int:
+        """The number of processes."""
+        return self.core.world_size
+
+    @property
+    def global_rank(self) -> int:
+        """This process's rank."""
+        return self.core.global_rank
+
+    @property
+    def is_global_zero(self) -> bool:
+        """This process is rank 0."""
+        return self.core.is_global_zero
+
+    @property
+    def strategy(self) -> Strategy:
+        """The strategy in force."""
+        return self.core.strategy
+
+    @property
+    def accelerator(self) -> Accelerator:
+        """Accelerate's own object."""
+        return self.core.accelerator
+
+    @property
+    def grad_norm(self) -> float:
+        """The norm of the last step's gradients before clipping; reading it waits for the device.
+
+        Without clipping by norm it is computed when asked for, and every rank has to ask.
+        """
+        return self.core.grad_norm()
+
+    @property
+    def progress_bar_metrics(self) -> dict[str, float]:
+        """What the progress display shows: this process's newest step values, and the reduced ones. Waits for the device."""
+        return {**self._shown_in_progress, **self.metrics.live()}
+
+    @property
+    def pending_metrics(self) -> list[str]:
+        """Keys that were logged for the epoch that runs, and are not reduced yet."""
+        return [name for name, meter in self.metrics.train.items() if meter.on_epoch]
+
+    @property
+    def log_dir(self) -> Path | None:
+        """The folder of this run: the first logger's that has one, else default_root_dir."""
+        return next((one.log_dir for one in self.loggers if one.log_dir is not None), self.default_root_dir)
+
+    @property
+    def checkpoint_callback(self) -> Any:
+        """The first ModelCheckpoint, or None."""
+        from acclight.callbacks import ModelCheckpoint
+
+        return next((c for c in self.callbacks if isinstance(c, ModelCheckpoint)), None)
+
+    @property
+    def fitting(self) -> bool:
+        """fit runs, and it is not in the sanity check."""
+        return self.state == "fit" and not self.sanity_checking
+
+    @property
+    def num_training_batches(self) -> int | float:
+        """Batches per rank and epoch; infinite when the loader does not say."""
+        if self.data is None or self.data.num_batches is None:
+            return math.inf
+        return self.data.num_batches
+
+    @property
+    def num_val_batches(self) -> list[int | float]:
+        """Batches of this rank per validation loader."""
+        return [math.inf if d.num_batches is None else d.num_batches for d in self.val_data.values()]
+
+    @property
+    def steps_per_epoch(self) -> int | float:
+        """Optimizer steps per epoch; infinite when the loader does not say."""
+        batches = self.num_training_batches
+        return batches if math.isinf(batches) else math.ceil(batches / self.accumulate_grad_batches)
+
+    @property
+    def estimated_stepping_batches(self) -> int | float:
+        """Optimizer steps of the whole training; infinite when neither a limit nor the loader says."""
+        epochs = math.inf if self.max_epochs is None or self.max_epochs < 0 else self.max_epochs
+        by_epochs = epochs * self.steps_per_epoch if self.steps_per_epoch else 0
+        by_steps = self.max_steps if self.max_steps >= 0 else math.inf
+        steps = min(by_epochs, by_steps)
+        return steps if math.isinf(steps) else int(steps)
+
+    @property
+    def max_time_seconds(self) -> float | None:
+        """max_time in seconds."""
+        return None if self.max_time is None else self.max_time.total_seconds()
+
+    @property
+    def validation_due(self) -> bool:
+        """A validation follows the step that has just been done."""
+        return self._loop is not None and self._loop.validation_due()
+
+    @property
+    def manual_optimization(self) -> bool:
+        """The module steps its optimizers itself."""
+        return not self.module.automatic_optimization
+
+    # -- what the loops call ----------------------------------------------------------------------------------------------
+
+    def to_device(self, batch: Any) -> Any:
+        """A batch after the module's three transfer hooks."""
+        module = self.module
+        batch = module.on_before_batch_transfer(batch, 0)
+        batch = module.transfer_batch_to_device(batch, self.core.device, 0)
+        return module.on_after_batch_transfer(batch, 0)
+
+    def show(self, shown: Shown) -> None:
+        """Hands reduced values to callbacks, progress display and loggers."""
+        if not shown.callback:
+            return
+        self.callback_metrics.update({name: torch.tensor(value) for name, value in shown.callback.items()})
+        self._shown_in_progress.update(shown.prog_bar)
+        if self.sanity_checking or not shown.logger:
+            return
+        self.logged_metrics.update(shown.logger)
+        if self.is_global_zero:
+            for one in self.loggers:
+                one.log_metrics({**shown.logger, "epoch": float(self.current_epoch)}, step=self.global_step)
+
+    def validates_at_epoch_end(self, epoch: int) -> bool:
+        """A validation belongs to the end of this epoch."""
+        if not self.val_data or self.val_every_n_steps is not None:
+            return False
+        return (epoch + 1) % self.check_val_every_n_epoch == 0
+
+    def validate_within_fit(self) -> None:
+        """A validation in the middle or at the end of an epoch."""
+        self.validating = True
+        try:
+            shown = evaluate(self, "validation", self.val_data)
+            if not self.sanity_checking:
+                self.progress.validated_at = self.global_step
+            self.show(shown)
+            for call in self.hooks.on_validation_end:
+                call()
+            if not self.sanity_checking:
+                self._step_plateau_schedulers(set(shown.callback))
+        finally:
+            self.validating = False
+
+    def step_epoch_schedulers(self) -> None:
+        """Schedulers that count epochs, at the end of one."""
+        watched = set(self.metrics.train)
+        step_schedulers(
+            [c for c in self.lr_scheduler_configs if not c.reduce_on_plateau or c.monitor in watched],
+            "epoch", self.current_epoch + 1, self.callback_metrics, fresh=True,
+        )  # fmt: skip
+
+    def _step_plateau_schedulers(self, fresh: set[str]) -> None:
+        for interval, count in (("epoch", self.current_epoch + 1), ("step", self.global_step)):
+            watching = [c for c in self.lr_scheduler_configs if c.reduce_on_plateau and c.monitor not in self.metrics.train]
+            step_schedulers(watching, interval, count, {n: self.callback_metrics[n] for n in fresh}, fresh=True)
+
+    def save_pending(self) -> None:
+        """Writes the checkpoints that were asked for inside the window that has just ended."""
+        while self._pending_saves:
+            self._save(*self._pending_saves.pop(0))
+
+    # -- wiring ---------------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _running(self, state: str, module: TrainModule, datamodule: DataModule | None) -> Iterator[None]:
+        """What surrounds fit, validate, test and predict: set-up, exceptions, and everything put back afterwards."""
+        if self.state is not None:
+            raise RuntimeError(f"{state} was called while {self.state} runs: wait for it to end")
+        stack = ExitStack()
+        with stack:
+            stack.enter_context(self.core.active())
+            stack.enter_context(self._numerics())
+            self.state = state
+            self._module = module
+            self.datamodule = datamodule
+            module._trainer = self
+            if datamodule is not None:
+                datamodule.trainer = self
+            self.hooks = Hooks(self, module, self.callbacks)
+            self.should_stop = self.interrupted = False
+            status = "success"
+            try:
+                with self.core.local_first():
+                    if self.core.local_rank == 0 and datamodule is not None:
+                        datamodule.prepare_data()
+                for callback in self.callbacks:
+                    callback.setup(self, module, state)
+                if datamodule is not None:
+                    datamodule.setup(state)
+                module.setup(state)
+                yield
+            except BaseException as error:
+                self.interrupted = isinstance(error, KeyboardInterrupt)
+                status = "interrupted" if self.interrupted else "failed"
+                self._after_exception(error)
+                raise
+            finally:
+                self._teardown(state, module, datamodule, status)
+
+    def _after_exception(self, error: BaseException) -> None:
+        # A hook that fails while another exception is on its way must not hide it.
+        for call in self.hooks.on_exception:
+            try:
+                call(error)
+            except Exception as second:
+                warnings.warn(f"on_exception itself raised {type(second).__name__}: {second}", stacklevel=2)
+
+    def _teardown(self, state: str, module: TrainModule, datamodule: DataModule | None, status: str) -> None:
+        try:
+            for callback in self.callbacks:
+                callback.teardown(self, module, state)
+            module.teardown(state)
+            if datamodule is not None:
+                datamodule.teardown(state)
+            if state == "fit" and self.is_global_zero:
+                for one in self.loggers:
+                    one.finalize(status)
+        finally:
+            self.state = None
+            self._loop = None
+            self._pending_saves = []
+            self.metrics.in_step = False
+            module._trainer = None
+            if datamodule is not None:
+                datamodule.trainer = None
+
+    @contextmanager
+    def _numerics(self) -> Iterator[None]:
+        before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+        if self.deterministic:
+            torch.use_deterministic_algorithms(True, warn_only=self.deterministic == "warn")
+        try:
+            with torch.autograd.set_detect_anomaly(self.detect_anomaly):
+                yield
+        finally:
+            torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+
+    def _prepare(self, *, training: bool) -> None:
+        """Creates the model's last parts and the optimizers, and wraps them; a module that is wrapped already stays so."""
+        module = self.module
+        if self._prepared_for == (id(module), True) or self._prepared_for == (id(module), training):
+            return
+        fresh = self._prepared_for is None or self._prepared_for[0] != id(module)
+        if fresh:
+            with self.core.strategy.init_context():
+                module.configure_model()
+            self.progress = Counts() if training else self.progress
+        self.optimizers, self.lr_scheduler_configs = [], []
+        if training:
+            self.optimizers, self.lr_scheduler_configs = read_optimizers(module.configure_optimizers())
+        self.core.prepare(module, self.optimizers)
+        self._prepared_for = (id(module), training)
+
+    def _source(self, name: str, given: Any) -> Any:
+        if given is not None:
+            return given
+        owner: Any = self.datamodule if self.datamodule is not None else self.module
+        make = getattr(owner, name, None)
+        return make() if make is not None else None
+
+    def _eval_loaders(self, stage: str, given: Any) -> dict[str, Any]:
+        """The user's evaluation loaders by name; the name of a single one is empty."""
+        name = {"validation": "val", "test": "test", "predict": "predict"}[stage]
+        source = self._source(f"{name}_dataloader", given)
+        if source is None:
+            if self.state == "fit":
+                return {}
+            raise ValueError(f"Trainer.{self.state} needs data: give dataloaders, or a datamodule with {name}_dataloader")
+        if isinstance(source, Mapping):
+            return dict(source)
+        if isinstance(source, (list, tuple)):
+            return {"" if len(source) == 1 else f"dataloader_idx_{i}": loader for i, loader in enumerate(source)}
+        return {"": source}
+
+    def _eval_data(self, stage: str, loaders: Mapping[str, Any], limit: int | float) -> dict[str, EvalData]:
+        """What this rank reads of them; an empty one is left out."""
+        made = {
+            name: EvalData(loader, rank=self.global_rank, world_size=self.world_size, limit=limit)
+            for name, loader in loaders.items()
+        }
+        for name, data in made.items():
+            if data.rounds == 0 and limit != 0:
+                rank_zero_warn(f"the {stage} loader {name!r} has no batches and is skipped")
+        return {name: data for name, data in made.items() if data.rounds != 0}
+
+    def _set_validation_interval(self) -> None:
+        """`val_every_n_steps`: optimizer steps between validations inside epochs; None for the end of the epoch alone."""
+        interval = self.val_check_interval
+        self.val_every_n_steps: int | None = None
+        if not self.val_data or interval == 1.0 and isinstance(interval, float):
+            return
+        if isinstance(interval, int):
+            self.val_every_n_steps = interval
+            return
+        if math.isinf(self.steps_per_epoch):
+            raise ValueError(
+                f"val_check_interval={interval} is a fraction of an epoch, but the training loader has no length: "
+                "give a number of optimizer steps (an int)"
+            )
+        self.val_every_n_steps = max(1, int(self.steps_per_epoch * interval))
+
+    def _sanity_check(self) -> None:
+        """Tries some validation batches before training, without a trace in metrics, loggers or random state."""
+        if not self.val_data or not self.num_sanity_val_steps or self.global_step > 0 or self._loop is None:
+            return
+        if self._loop.limit_reached():
+            return
+        full = self.val_data
+        steps = self.num_sanity_val_steps
+        self.sanity_checking = True
+        try:
+            if steps > 0:
+                self.val_data = self._eval_data("validation", self._val_loaders, steps)
+            for call in self.hooks.on_sanity_check_start:
+                call()
+            self.validate_within_fit()
+            for call in self.hooks.on_sanity_check_end:
+                call()
+        finally:
+            self.val_data = full
+            self.sanity_checking = False
+            self.callback_metrics.clear()
+            self._shown_in_progress.clear()
+
+    def _log_hyperparams(self) -> None:
+        if not self.is_global_zero or not self.module.hparams:
+            return
+        for one in self.loggers:
+            one.log_hyperparams(self.module.hparams)
+
+    def _module_for(self, state: str, module: TrainModule | None) -> TrainModule:
+        if module is None and self._module is None:
+            raise ValueError(f"Trainer.{state} needs a module: none was fitted before")
+        return self._module if module is None else module  # type: ignore[return-value]
+
+    def _evaluate(
+        self,
+        state: str,
+        stage: str,
+        module: TrainModule | None,
+        dataloaders: Any,
+        datamodule: DataModule | None,
+        ckpt_path: str | Path | None,
+    ) -> list[dict[str, float]]:
+        with self._running(state, self._module_for(state, module), datamodule):
+            loaders = self._eval_data(stage, self._eval_loaders(stage, dataloaders), self.limits[stage])
+            self._prepare(training=False)
+            self._load_weights(ckpt_path)
+            self.validating = stage == "validation"
+            try:
+                shown = evaluate(self, stage, loaders)
+                self.show(shown)
+                for call in getattr(self.hooks, f"on_{stage}_end"):
+                    call()
+            finally:
+                self.validating = False
+        if len(loaders) <= 1:
+            return [shown.callback]
+        return [{n: v for n, v in shown.callback.items() if n.endswith(f"/{key}")} for key in loaders]
+
+    def _load_weights(self, ckpt_path: str | Path | None) -> None:
+        reader = self._find_checkpoint(ckpt_path)
+        if reader is not None:
+            snapshot.restore_weights(self, reader)
+
+    def _find_checkpoint(self, ckpt_path: str | Path | None) -> Reader | None:
+        if ckpt_path is None:
+            return None
+        if ckpt_path == "best":
+            best = getattr(self.checkpoint_callback, "best_model_path", "")
+            if not best:
+                raise ValueError("ckpt_path='best', but no ModelCheckpoint of this Trainer has saved anything yet")
+            return Reader(Path(best))
+        if ckpt_path in ("auto", "last"):
+            reader = Reader.latest(*self._checkpoint_folders())
+            if reader is None and ckpt_path == "last":
+                raise ValueError(f"ckpt_path='last', but there is no good checkpoint below {self.default_root_dir}")
+            return reader
+        return Reader(Path(ckpt_path))
+
+    def _checkpoint_folders(self) -> list[Path]:
+        """Where checkpoints of this and of earlier runs lie: the callbacks' folders and those below default_root_dir."""
+        from acclight.callbacks import ModelCheckpoint
+
+        own = [Path(c.dirpath) for c in self.callbacks if isinstance(c, ModelCheckpoint) and c.dirpath]
+        root = self.default_root_dir
+        below = [folder for depth in ("", "*/", "*/*/") for folder in root.glob(f"{depth}checkpoints") if folder.is_dir()]
+        return list(dict.fromkeys(path.resolve() for path in (*own, *below)))
+
+    def _save(self, path: Path, weights_only: bool) -> None:
+        saved = snapshot.save(self, path, weights_only=weights_only)
+        for call in self.hooks.on_checkpoint:
+            call(saved)
+
+
+def _at_least(name: str, value: Any, least: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ValueError(f"{name}={value!r}: give a whole number, {least} or more")
