@@ -110,4 +110,4 @@ def _read(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str], dict[str
 
 def _raise_if(path: Path, problems: list[str]) -> None:
     if problems:
-        raise CheckpointError(f"{path} is damaged: " + " ".join(problems[:5]))
+        raise CheckpointError(f"cannot load {path}: " + " ".join(problems[:5]))

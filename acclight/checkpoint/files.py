@@ -12,6 +12,7 @@ from typing import Any
 from acclight.checkpoint.errors import CheckpointError
 
 MAX_JSON_BYTES = 256 * 2**20
+MAX_HEADER_BYTES = 100_000_000  # what the safetensors library itself accepts
 
 
 def write_file(path: Path, content: bytes) -> None:
@@ -60,3 +61,17 @@ def digest(path: Path) -> str:
     """The SHA-256 of a file in hexadecimal."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def limit_problem(file: Path, size: int) -> str | None:
+    """Why a JSON or safetensors file of `size` bytes must not be opened with their libraries, or None."""
+    if file.suffix == ".json":
+        return f"{file} is larger than {MAX_JSON_BYTES} bytes." if size > MAX_JSON_BYTES else None
+    try:
+        with open(file, "rb") as stream:
+            header = int.from_bytes(stream.read(8), "little")
+    except OSError as exc:
+        return f"cannot read {file}: {exc}"
+    if size < 8 or header > size - 8 or header > MAX_HEADER_BYTES:
+        return f"{file}: a header of {header} bytes is more than the file or the format can hold."
+    return None

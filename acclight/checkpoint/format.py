@@ -20,9 +20,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from acclight.checkpoint import files as file_limits
 from acclight.checkpoint.errors import CheckpointError
-from acclight.checkpoint.files import digest, read_json, sync_folder, to_json, write_file
+from acclight.checkpoint.files import digest, limit_problem, read_json, sync_folder, to_json, write_file
 from acclight.checkpoint.ranks import warn
 from acclight.checkpoint.stored import read_document, read_file, stored_tensors, tied_names
 
@@ -39,8 +38,6 @@ OPTIMIZER_FOLDER = "optimizer"
 TENSORS_FOLDER = "tensors"
 RNG_FOLDER = "rng"
 FOLDERS = (MODEL_FOLDER, OPTIMIZER_FOLDER, TENSORS_FOLDER, RNG_FOLDER)
-
-MAX_HEADER_BYTES = 100_000_000  # what the safetensors library itself accepts
 
 # One folder deep, no leading dot, ASCII: leaves no room for absolute paths, "..", drives or anything but the two kinds.
 _FILE_NAME = re.compile(r"(?:[A-Za-z0-9_][A-Za-z0-9_.-]*/)?[A-Za-z0-9_][A-Za-z0-9_.-]*\.(?:json|safetensors)", re.ASCII)
@@ -117,7 +114,7 @@ def structure_problems(path: Path) -> list[str]:
             problems.append(f"{path / name} is a link or not a plain file.")
         elif found[name].st_size != entry["size"]:
             problems.append(f"{path / name} has {found[name].st_size} bytes, the manifest says {entry['size']}.")
-        elif problem := _content_limit_problem(path / name, entry["size"]):
+        elif problem := limit_problem(path / name, entry["size"]):
             problems.append(problem)
     return sorted(problems)
 
@@ -131,20 +128,6 @@ def _walk(path: Path, prefix: str = "") -> Iterator[tuple[str, os.stat_result]]:
                 yield from _walk(Path(entry.path), f"{name}/")
             else:
                 yield name, entry.stat(follow_symlinks=False)
-
-
-def _content_limit_problem(file: Path, size: int) -> str | None:
-    if file.suffix == ".json":
-        limit = file_limits.MAX_JSON_BYTES
-        return f"{file} is larger than {limit} bytes." if size > limit else None
-    try:
-        with open(file, "rb") as stream:
-            header = int.from_bytes(stream.read(8), "little")
-    except OSError as exc:
-        return f"cannot read {file}: {exc}"
-    if size < 8 or header > size - 8 or header > MAX_HEADER_BYTES:
-        return f"{file}: a header of {header} bytes is more than the file or the format can hold."
-    return None
 
 
 def digest_problems(path: Path, files: dict[str, dict[str, Any]]) -> list[str]:

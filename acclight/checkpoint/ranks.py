@@ -87,7 +87,9 @@ def meet(what: str, key: str) -> None:
         return
     try:
         store.wait([complete], timedelta(seconds=MEET_SECONDS))
-    except dist.DistStoreError as exc:
+    except dist.DistNetworkError:
+        raise
+    except RuntimeError as exc:  # DistStoreError of a TCP store, a plain RuntimeError of a file store
         present = store.add(f"acclight/checkpoint/{key}", -1) + 1 - turn * size
         raise CheckpointError(
             f"{what}: only {present} of {size} ranks called within {MEET_SECONDS:g} s. Every rank has to call it: "

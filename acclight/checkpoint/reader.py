@@ -38,7 +38,7 @@ class Reader:
         self.path = Path(path)
         problems = _problems(self.path, verify)
         if problems:
-            raise CheckpointError(f"{self.path} is damaged: " + " ".join(problems[:5]))
+            raise CheckpointError(f"cannot load {self.path}: " + " ".join(problems[:5]))
         agree(f"opening {self.path}", self._open)
 
     @classmethod
@@ -117,12 +117,15 @@ def _match(
 ) -> list[dict[str, torch.Tensor]]:
     """Which stored name fills which tensor. A stored name that fills two tensors needs a second round."""
     rounds: list[dict[str, torch.Tensor]] = [{}] if into else []
+    used: set[str] = set()
     missing, shapes = [], []
     for name, tensor in into.items():
         source = name if name in stored else tied.get(name)
         if source is None:
             missing.append(name)
-        elif stored[source].shape != tuple(tensor.shape):
+            continue
+        used.add(source)
+        if stored[source].shape != tuple(tensor.shape):
             shapes.append(f"{name!r} is {tuple(tensor.shape)} here and {stored[source].shape} in the checkpoint")
         elif tensor.is_meta:
             raise CheckpointError(f"{name!r} has no memory to load into: it is on the meta device.")
@@ -131,8 +134,7 @@ def _match(
             if place is None:
                 rounds.append(place := {})
             place[source] = tensor
-    used = {source for entry in rounds for source in entry}
-    unexpected = [name for name in stored if name not in used] if not shapes else []
+    unexpected = [name for name in stored if name not in used]
     problems = []
     if missing:
         problems.append(f"not in the checkpoint: {_few(missing)}")

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
+import acclight
 from acclight.checkpoint.reader import Reader
 from acclight.checkpoint.writer import write
 
@@ -43,7 +44,7 @@ def save(trainer: Trainer, path: Path, *, weights_only: bool) -> Path:
         "accumulate_grad_batches": trainer.accumulate_grad_batches,
         "weights_only": weights_only,
         "tied": tied,
-        "versions": {name: version(name) for name in ("acclight", "accelerate", "torch")},
+        "versions": {"acclight": acclight.__version__} | {name: version(name) for name in ("accelerate", "torch")},
     }
     if config := _hugging_face_config(module):
         document["hf_config"] = config

@@ -84,8 +84,8 @@ def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def read_file(file: Path) -> dict[str, torch.Tensor]:
-    """The tensors of one safetensors file, each whole."""
-    return {piece.name: tensor for piece, tensor in _opened(file)}
+    """The tensors of one safetensors file, each whole and in memory of its own."""
+    return {piece.name: tensor.clone() for piece, tensor in _opened(file)}
 
 
 def read_document(file: Path, kind: type, tensors: Mapping[str, Any]) -> Any:
@@ -121,7 +121,7 @@ def _pieces(file: Path) -> Iterator[_Piece]:
 
 
 def _opened(file: Path) -> Iterator[tuple[_Piece, torch.Tensor]]:
-    """Every piece of a file with a copy of its values; the file may be deleted or cut short afterwards."""
+    """Every piece of a file with its values, which may lie in the file itself: copy them before the file can change."""
     pieces = list(_pieces(file))
     with _named_errors(file), safe_open(file, framework="pt", device="cpu") as opened:
         for piece in pieces:

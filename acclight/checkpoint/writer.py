@@ -81,26 +81,26 @@ def write(
     agree(what, prepare)
     temporary = gather(agree(what, lambda: _make_temporary(path) if rank == 0 else path))[0]
     try:
+        agree(what, lambda: _check_shared(temporary))
         if rank != 0:  # of plain values rank 0's count; of a DTensor every rank has a part
             tensors = {name: tensor for name, tensor in tensors.items() if _is_dtensor(tensor)}
             documents = {name: value for name, value in documents.items() if name not in layout.DOCUMENTS}
+        stored: dict[str, set[str]] = {layout.MODEL_FOLDER: set()}
         for folder, given, lowest_rank_writes in (
             (layout.MODEL_FOLDER, model, True),
             (layout.OPTIMIZER_FOLDER, optimizer, False),
             (layout.TENSORS_FOLDER, tensors, True),
         ):
             if any(gather(bool(given))):
-                names = shards.save_tensors(temporary / folder, given, lowest_rank_writes=lowest_rank_writes)
-                if folder == layout.MODEL_FOLDER:
-                    _check_tied(trainer.get("tied"), names)
+                stored[folder] = shards.save_tensors(temporary / folder, given, lowest_rank_writes=lowest_rank_writes)
+        agree(what, lambda: _check_tied(trainer.get("tied"), stored[layout.MODEL_FOLDER]))
         entries = agree(what, lambda: _finish_own_files(temporary, rank, documents, own))
         every = {name: entry for part in gather(entries) for name, entry in part.items()}
         agree(what, lambda: _commit(temporary, path, every) if rank == 0 else None)
     except BaseException:
         if rank == 0:
-            shutil.rmtree(
-                temporary, ignore_errors=True
-            )  # a failing disk may refuse this too; the next save tries again
+            # A failing disk may refuse this too: the error that is raised says why, and the next save tries again.
+            shutil.rmtree(temporary, ignore_errors=True)
         raise
     return path
 
@@ -157,6 +157,13 @@ def _make_temporary(path: Path) -> Path:
     except OSError as exc:
         raise CheckpointError(f"cannot make a folder beside {path}: {exc}") from exc
     return temporary
+
+
+def _check_shared(temporary: Path) -> None:
+    if not temporary.is_dir():
+        raise CheckpointError(
+            f"rank 0 made {temporary}, which is not there: save to a file system that all ranks share."
+        )
 
 
 def _check_place(path: Path) -> None:
@@ -232,7 +239,7 @@ def _finish_own_files(
 def _commit(temporary: Path, path: Path, entries: dict[str, dict[str, Any]]) -> None:
     layout.write_manifest(temporary, entries, _created_now(path.parent))
     if problems := layout.structure_problems(temporary):
-        raise CheckpointError(f"{problems[0]} Every rank has to write to one file system that all of them see.")
+        raise CheckpointError(problems[0])
     try:
         for folder in (*(temporary / name for name in layout.FOLDERS), temporary):
             if folder.exists():

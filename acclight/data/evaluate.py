@@ -29,15 +29,19 @@ class EvalData:
         world_size: Number of processes.
         limit: A number (int) of batches for each rank, or a fraction (float) of the batches of all ranks: a fraction
             is the same samples at any world size.
+        limit_name: What a user calls the limit, for errors.
 
     Raises:
         TypeError: Several loaders, or nothing that can be iterated over.
         ValueError: `limit` is out of range, or a fraction of an unknown length; a sampler was made for another rank.
     """
 
-    def __init__(self, loader: Iterable[Any], *, rank: int, world_size: int, limit: Limit = 1.0) -> None:
+    def __init__(
+        self, loader: Iterable[Any], *, rank: int, world_size: int, limit: Limit = 1.0, limit_name: str = "limit"
+    ) -> None:
         self._loader, self._own = checked(loader, rank, world_size)
-        check_limit(limit)
+        check_limit(limit, limit_name)
+        self._limit_name = limit_name
         self._limit = limit
         self._first: int | None = None
         self._rank = rank
@@ -72,7 +76,9 @@ class EvalData:
 
     def first(self, batches: int) -> EvalData:
         """The same data, but at most so many batches for each rank."""
-        short = EvalData(self._loader, rank=self._rank, world_size=self._world, limit=self._limit)
+        short = EvalData(
+            self._loader, rank=self._rank, world_size=self._world, limit=self._limit, limit_name=self._limit_name
+        )
         short._first = batches
         short._at_most = short._apply_limit()
         return short
@@ -103,11 +109,19 @@ class EvalData:
     def _apply_limit(self) -> int | None:
         """The most batches for this rank; None where the deal limits the batches of all ranks instead."""
         if self._dealt is None or self._own:
-            most = self._limit if isinstance(self._limit, int) else limited(self._reader.count(0), self._limit)
+            most = (
+                self._limit
+                if isinstance(self._limit, int)
+                else limited(self._reader.count(0), self._limit, self._limit_name)
+            )
             return _least(most, self._first)
         deal, order = self._dealt
         deal.at_most = None
-        most = self._limit * self._world if isinstance(self._limit, int) else limited(deal.total(order), self._limit)
+        most = (
+            self._limit * self._world
+            if isinstance(self._limit, int)
+            else limited(deal.total(order), self._limit, self._limit_name)
+        )
         deal.at_most = _least(most, None if self._first is None else self._first * self._world)
         return None
 

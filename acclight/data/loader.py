@@ -115,16 +115,16 @@ def checked(loader: object, rank: int, world_size: int) -> tuple[Any, bool]:
     return loader, any(divides_itself(part, rank, world_size) for part in parts_of(loader))
 
 
-def check_limit(limit: Limit) -> None:
+def check_limit(limit: Limit, name: str) -> None:
     """Raises ValueError when a limit is neither a number of batches nor a fraction."""
     number = isinstance(limit, int) and not isinstance(limit, bool) and limit >= 0
     if not number and not (isinstance(limit, float) and 0.0 <= limit <= 1.0):
         raise ValueError(
-            f"limit={limit!r}: give a number of batches (int, 0 or more) or a fraction (float, 0.0 to 1.0)"
+            f"{name}={limit!r}: give a number of batches (int, 0 or more) or a fraction (float, 0.0 to 1.0)"
         )
 
 
-def limited(total: int | None, limit: Limit) -> int | None:
+def limited(total: int | None, limit: Limit, name: str) -> int | None:
     """`total` batches after the limit; None when unknown.
 
     Raises:
@@ -137,10 +137,10 @@ def limited(total: int | None, limit: Limit) -> int | None:
     if limit == 1.0:
         return total
     if total is None:
-        raise ValueError(f"limit={limit}: a fraction needs a loader with a length; give a number of batches")
+        raise ValueError(f"{name}={limit}: a fraction needs a loader with a length; give a number of batches")
     kept = int(total * limit + 1e-9)  # 0.29 * 100 is 28.999999999999996
     if total and not kept:
-        raise ValueError(f"limit={limit} of {total} batches leaves none; raise it, or give 0 to leave the loader out")
+        raise ValueError(f"{name}={limit} of {total} batches leaves none; raise it, or give 0 to leave the loader out")
     return kept
 
 

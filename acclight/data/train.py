@@ -15,6 +15,9 @@ from acclight.data.loader import Limit, Reader, check_limit, checked, limited, r
 from acclight.data.order import EpochOrder
 from acclight.data.stream import PlainReader, StreamReader
 
+LIMIT = "limit_train_batches"
+"""What a user calls the limit."""
+
 
 class TrainData:
     """What one rank reads of the user's training loader.
@@ -59,7 +62,7 @@ class TrainData:
         even_batches: bool = True,
     ) -> None:
         self._loader, self._own = checked(loader, rank, world_size)
-        check_limit(limit)
+        check_limit(limit, LIMIT)
         self._world_size = world_size
         self.seed = seed
         self.epoch = 0
@@ -80,12 +83,12 @@ class TrainData:
             deal = TrainDeal(0, 1, even_batches) if self._own else TrainDeal(rank, world_size, even_batches)
             order = EpochOrder(parts)
             self._reader = IndexedReader(parts, order, deal, rank=rank, share=world_size if self._own else 1)
-        limited(self._reader.count(0), limit)  # raises now what would else be raised later
+        limited(self._reader.count(0), limit, LIMIT)  # raises now what would else be raised later
 
     @property
     def num_batches(self) -> int | None:
         """Batches of this rank in an epoch, after the limit; None when unknown."""
-        return limited(self._reader.count(0), self._limit)
+        return limited(self._reader.count(0), self._limit, LIMIT)
 
     @property
     def batches_left(self) -> int | None:

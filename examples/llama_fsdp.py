@@ -1,0 +1,398 @@
+"""Pre-trains a Llama on source code: one script for a laptop, one GPU, or many machines.
+
+On two CPU cores the defaults take about two minutes and need no network:
+
+    python examples/llama_fsdp.py
+
+More processes, and what spreads the model over them, are the launcher's affair:
+
+    accelerate launch --num_processes 2 --config_file examples/configs/fsdp2.yaml examples/llama_fsdp.py --batch-size 4
+    accelerate launch --num_processes 8 --config_file examples/configs/deepspeed_stage_3.yaml --mixed_precision bf16 \
+        examples/llama_fsdp.py --preset 1b --hf-dataset Salesforce/wikitext:wikitext-103-raw-v1
+
+A run that was stopped goes on, also with another strategy or another number of processes:
+
+    python examples/llama_fsdp.py --resume
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import difflib
+import math
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from packed_text import END_OF_TEXT, PackedText, Text, TextError, files_text, hf_dataset_text, stdlib_text
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+from torch.optim import AdamW, Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+from torchmetrics import MeanMetric
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from acclight import Trainer, TrainModule, seed_everything
+from acclight.callbacks import ModelCheckpoint, ThroughputMonitor
+from acclight.loggers import CSVLogger, TensorBoardLogger
+
+# --- the model --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Preset:
+    """A model and how it is trained: the shape is `LlamaConfig`'s, the batch is that of one rank."""
+
+    shape: dict[str, Any]
+    seq_len: int
+    batch_size: int
+    learning_rate: float
+    max_steps: int
+
+
+_SIZES = (
+    "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size",
+    "max_position_embeddings",
+)  # fmt: skip
+_LLAMA_3: dict[str, Any] = {"rope_parameters": {"rope_type": "default", "rope_theta": 500_000.0}, "rms_norm_eps": 1e-5}
+
+
+def _shape(*sizes: int, **others: Any) -> dict[str, Any]:
+    return dict(zip(_SIZES, sizes, strict=True)) | others
+
+
+PRESETS = {
+    # 1,115,008 parameters: minutes on two CPU cores
+    "tiny": Preset(_shape(2048, 128, 3, 4, 2, 384, 512), 128, 8, 5e-3, 600),
+    # 149,444,352 parameters
+    "150m": Preset(_shape(32_768, 768, 14, 12, 12, 2048, 2048), 1024, 16, 6e-4, 10_000),
+    # 1,235,814,400 parameters: the shape of Llama 3.2 1B
+    "1b": Preset(
+        _shape(128_256, 2048, 16, 32, 8, 8192, 8192, tie_word_embeddings=True, **_LLAMA_3), 2048, 8, 3e-4, 20_000
+    ),
+    # 8,030,261,248 parameters: the shape of Llama 3 8B
+    "8b": Preset(_shape(128_256, 4096, 32, 32, 8, 14_336, 8192, **_LLAMA_3), 4096, 2, 3e-4, 50_000),
+}
+
+
+class Perplexity(MeanMetric):
+    """exp of the mean loss over the samples of all ranks; the mean of the batches' perplexities is another number."""
+
+    def compute(self) -> Tensor:
+        return super().compute().exp()
+
+
+class Llama(TrainModule):
+    """A Llama that learns to predict the next token.
+
+    Args:
+        shape: Arguments of `LlamaConfig`.
+        learning_rate: The highest, after the warm-up.
+        seed: Of the weights.
+    """
+
+    def __init__(self, shape: dict[str, Any], learning_rate: float, seed: int) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.perplexity = Perplexity()
+
+    def configure_model(self) -> None:
+        torch.manual_seed(self.hparams["seed"])  # the same weights on every rank, whatever has drawn numbers before
+        self.model = LlamaForCausalLM(LlamaConfig(**self.hparams["shape"], bos_token_id=0, eos_token_id=0))
+
+    def loss(self, batch: Tensor) -> Tensor:
+        """The mean over all tokens of a batch of shape [batch, seq_len + 1]."""
+        logits = self.model(input_ids=batch[:, :-1], use_cache=False).logits
+        return cross_entropy(logits.flatten(0, 1).float(), batch[:, 1:].flatten())
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        self.log("train/loss", loss, prog_bar=True)
+        return loss
+
+    def validation_step(self, batch: Tensor, batch_idx: int, dataloader_idx: int = 0) -> None:
+        loss = self.loss(batch)
+        self.perplexity.update(loss, weight=len(batch))
+        self.log("val/loss", loss, prog_bar=True)
+        self.log("val/perplexity", self.perplexity)
+
+    def configure_optimizers(self) -> dict[str, Any]:
+        # By name, as a parameter that was born sharded may have lost its shape: norms do not decay.
+        norms = [p for name, p in self.named_parameters() if "norm" in name]
+        others = [p for name, p in self.named_parameters() if "norm" not in name]
+        groups = [{"params": others, "weight_decay": 0.1}, {"params": norms, "weight_decay": 0.0}]
+        optimizer = AdamW(groups, lr=self.hparams["learning_rate"], betas=(0.9, 0.95))
+        total = int(self.trainer.estimated_stepping_batches)
+        schedule = LambdaLR(optimizer, lambda step: warmup_then_cosine(step, total))
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
+        self.log("train/lr", optimizer.param_groups[0]["lr"])
+
+    def on_step(self) -> None:
+        if self.global_step % self.trainer.log_every_n_steps == 0:  # reading the norm waits for the device
+            self.log("train/grad_norm", self.trainer.grad_norm)
+
+
+def warmup_then_cosine(step: int, total: int) -> float:
+    """The part of the highest learning rate at `step` of `total`: up over the first 5 %, then down to a tenth."""
+    warmup = max(1, total // 20)
+    if step < warmup:
+        return (step + 1) / warmup
+    return 0.1 + 0.45 * (1 + math.cos(math.pi * min(1.0, (step - warmup) / max(1, total - warmup))))
+
+
+# --- after the training -----------------------------------------------------------------------------------------------
+
+
+def write_sample(checkpoint: Path, data: PackedText, prompt: str, tokens: int) -> str:
+    """What the model of a checkpoint writes behind `prompt`."""
+    model = Llama.load_from_checkpoint(checkpoint).model.eval()
+    tokenizer = data.tokenizer()
+    start = torch.tensor([tokenizer.encode(prompt).ids])
+    torch.manual_seed(0)
+    written = model.generate(
+        start, attention_mask=torch.ones_like(start), max_new_tokens=tokens, do_sample=True, temperature=0.8, top_k=40,
+        use_cache=True, pad_token_id=tokenizer.token_to_id(END_OF_TEXT),
+    )  # fmt: skip
+    return tokenizer.decode(written[0].tolist())
+
+
+def read_curve(metrics: Path, name: str) -> tuple[list[int], list[float]]:
+    """Steps and values of one metric of CSVLogger's file; of a step that was done twice (a resume) the later value."""
+    with metrics.open(newline="", encoding="utf-8") as file:
+        values = {int(row["step"]): float(row[name]) for row in csv.DictReader(file) if row.get(name)}
+    steps = sorted(values)
+    return steps, [values[step] for step in steps]
+
+
+def plot_loss(metrics: Path, png: Path, vocab_size: int) -> None:
+    """Draws training and validation loss over the steps, and the loss of a guess, ln(vocabulary)."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(8, 5), layout="constrained")
+    axes.plot(*read_curve(metrics, "train/loss"), linewidth=1, alpha=0.7, label="training")
+    axes.plot(*read_curve(metrics, "val/loss"), marker="o", label="validation")
+    guess = math.log(vocab_size)
+    axes.axhline(guess, color="gray", linestyle="--", label=f"ln({vocab_size}) = {guess:.2f}")
+    axes.set(xlabel="optimizer steps", ylabel="loss (nats per token)", title="Llama pre-training", ylim=(0, None))
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(png, dpi=120)
+    pyplot.close(figure)
+
+
+def report(run: Run, checkpoint: Path, data: PackedText, vocab_size: int, prompt: str, tokens: int) -> None:
+    """Says how it went and where everything is."""
+    plot_loss(run.metrics, run.png, vocab_size)
+    print(f"\n--- a sample ---\n{write_sample(checkpoint, data, prompt, tokens)}\n---\n")
+    steps, losses = read_curve(run.metrics, "val/loss")
+    if losses:
+        share = losses[-1] / math.log(vocab_size)
+        print(f"validation loss  {losses[0]:.4f} at step {steps[0]}, {losses[-1]:.4f} at step {steps[-1]}")
+        print(f"                 {share:.1%} of ln({vocab_size}), the loss of a guess")
+    _, speeds = read_curve(run.metrics, "throughput/items_per_sec")
+    if speeds:
+        print(f"speed            {speeds[-1]:,.0f} tokens per second")
+    print(f"loss curve       {run.png}")
+    print(f"checkpoint       {checkpoint}")
+    print(f"TensorBoard      tensorboard --logdir {run.tensorboard}")
+
+
+# --- the run ----------------------------------------------------------------------------------------------------------
+
+
+class Run:
+    """The folder of a run, and what is where in it.
+
+    Args:
+        out: The folder.
+    """
+
+    def __init__(self, out: Path) -> None:
+        self.out = out
+        self.checkpoints = out / "checkpoints"
+        self.tensorboard = out / "tensorboard"
+        self.metrics = out / "metrics" / "metrics.csv"
+        self.png = out / "loss.png"
+
+    def set_aside_earlier(self) -> None:
+        """Moves what an earlier run has left here to a folder beside it: two runs in one curve would tell nothing."""
+        parts = [p for p in (self.checkpoints, self.tensorboard, self.metrics.parent, self.png) if p.exists()]
+        if not parts:
+            return
+        out = self.out.resolve()
+        beside = next(p for n in range(1, sys.maxsize) if not (p := out.with_name(f"{out.name}-{n}")).exists())
+        beside.mkdir()
+        for part in parts:
+            part.rename(beside / part.name)
+        print(f"an earlier run was moved to {beside}; --resume goes on with one")
+
+
+def main() -> None:
+    """Trains, then reports."""
+    parser, args = parse()
+    preset, run = PRESETS[args.preset], Run(args.out)
+    vocab_size = preset.shape["vocab_size"]
+    seed_everything(args.seed)
+    try:
+        data = PackedText(
+            open_text(args), vocab_size=vocab_size, seq_len=args.seq_len, batch_size=args.batch_size, cache=args.cache
+        )
+        if args.resume is None and os.environ.get("RANK", "0") == "0":
+            run.set_aside_earlier()
+        saver = ModelCheckpoint(run.checkpoints, every_n_train_steps=args.save_every, save_last=True, save_top_k=2)
+        trainer = Trainer(
+            strategy=args.strategy or launched_strategy(),
+            precision=args.precision,
+            max_steps=args.max_steps,
+            accumulate_grad_batches=args.accumulate,
+            gradient_clip_val=1.0,
+            val_check_interval=args.val_every,
+            log_every_n_steps=args.log_every,
+            num_sanity_val_steps=0,
+            callbacks=[saver, ThroughputMonitor(len, length_fn=lambda batch: len(batch) * args.seq_len)],
+            logger=[
+                CSVLogger(run.out, name="", version="metrics"),
+                TensorBoardLogger(run.out, name="", version="tensorboard"),
+            ],
+            default_root_dir=run.out,
+        )
+    except ValueError as error:
+        parser.error(str(error))
+    module = Llama(preset.shape, args.learning_rate, args.seed)
+    try:
+        if not run.checkpoints.exists():
+            trainer.validate(module, datamodule=data)  # the curve's first point: about ln(vocabulary)
+        trainer.fit(module, datamodule=data, ckpt_path=args.resume)
+    except TextError as error:
+        parser.error(str(error))
+    if trainer.is_global_zero:
+        report(run, Path(saver.last_model_path), data, vocab_size, args.prompt, args.sample_tokens)
+
+
+def launched_strategy() -> str:
+    """ "auto" where `accelerate launch` has set up a strategy; FSDP2 for its single process, torchrun and plain Python."""
+    processes = "ACCELERATE_MIXED_PRECISION" in os.environ and "RANK" in os.environ
+    return "auto" if processes or "ACCELERATE_USE_DEEPSPEED" in os.environ else "fsdp2"
+
+
+def open_text(args: argparse.Namespace) -> Text:
+    """The text that the arguments ask for."""
+    if args.text:
+        return files_text(args.text)
+    return hf_dataset_text(args.hf_dataset) if args.hf_dataset else stdlib_text()
+
+
+# --- arguments --------------------------------------------------------------------------------------------------------
+
+STRATEGIES = ("single", "ddp", "fsdp2", "deepspeed_stage_1", "deepspeed_stage_2", "deepspeed_stage_3")
+PRECISIONS = ("32", "bf16-mixed", "16-mixed")
+
+
+class Parser(argparse.ArgumentParser):
+    """Answers a mistake with one line, once: the processes of a launch all get the same arguments."""
+
+    def error(self, message: str) -> NoReturn:
+        if os.environ.get("RANK", "0") == "0":
+            print(f"{self.prog}: error: {message}", file=sys.stderr)
+        sys.exit(2)
+
+
+def one_of(kind: str, names: Sequence[str]) -> Any:
+    """An argument's type: one of the names; the nearest is named for any other."""
+
+    def check(name: str) -> str:
+        if name in names:
+            return name
+        near = difflib.get_close_matches(name, names, n=1, cutoff=0.4)
+        hint = f"did you mean {near[0]}? " if near else ""
+        raise argparse.ArgumentTypeError(f"there is no {kind} {name!r}; {hint}choose from {', '.join(names)}")
+
+    return check
+
+
+def at_least_one(text: str) -> int:
+    """An argument's type: a whole number, 1 or more."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number, 1 or more")
+    return int(text)
+
+
+def parse(arguments: Sequence[str] | None = None) -> tuple[Parser, argparse.Namespace]:
+    """Reads and checks the command line."""
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = Parser(prog="llama_fsdp.py", description=__doc__, formatter_class=raw, allow_abbrev=False)
+    source = parser.add_mutually_exclusive_group()
+    add, number = parser.add_argument, at_least_one
+    source.add_argument(
+        "--text", nargs="+", metavar="PATH", help="text files, or folders with some; default: Python's library"
+    )
+    source.add_argument(
+        "--hf-dataset", metavar="NAME[:CONFIG]", help="a dataset of the Hugging Face Hub, or a local folder"
+    )
+    add("--preset", type=one_of("preset", list(PRESETS)), default="tiny", help=f"{', '.join(PRESETS)}; default tiny")
+    add("--seq-len", type=number, help="tokens of a sequence; default: the preset's")
+    add("--batch-size", type=number, help="sequences of a batch on one process; default: the preset's")
+    add("--accumulate", type=number, default=1, help="batches in one optimizer step; default 1")
+    add("--max-steps", type=number, help="optimizer steps in all; default: the preset's")
+    add("--learning-rate", type=float, help="the highest; default: the preset's")
+    add(
+        "--strategy",
+        type=one_of("strategy", STRATEGIES),
+        help=f"{', '.join(STRATEGIES)}; default: the launcher's, or fsdp2",
+    )
+    add(
+        "--precision",
+        type=one_of("precision", PRECISIONS),
+        help=f"{', '.join(PRECISIONS)}; default: the launcher's, or 32",
+    )
+    add(
+        "--resume",
+        nargs="?",
+        const="auto",
+        help="go on from a checkpoint folder; alone or with auto: the newest in --out",
+    )
+    add("--out", type=Path, default=Path("runs/llama"), help="folder of the run; default runs/llama")
+    add("--cache", type=Path, default=default_cache(), help=f"folder of tokenized texts; default {default_cache()}")
+    add("--val-every", type=number, default=100, help="steps between validations; default 100")
+    add("--save-every", type=number, default=100, help="steps between checkpoints; default 100")
+    add("--log-every", type=number, default=10, help="steps between logged values; default 10")
+    add("--seed", type=int, default=0, help="of weights and data order; default 0")
+    add("--prompt", default="def ", help="what the sample begins with; default 'def '")
+    add("--sample-tokens", type=number, default=100, help="tokens of the sample; default 100")
+    args, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        near = difflib.get_close_matches(unknown[0], list(parser._option_string_actions), n=1)
+        parser.error(f"unknown argument {unknown[0]}; {f'did you mean {near[0]}?' if near else '--help lists all'}")
+    preset = PRESETS[args.preset]
+    for name in ("seq_len", "batch_size", "max_steps", "learning_rate"):
+        if getattr(args, name) is None:
+            setattr(args, name, getattr(preset, name))
+    most = preset.shape["max_position_embeddings"]
+    if args.seq_len > most:
+        parser.error(
+            f"--seq-len {args.seq_len} is beyond the {most} positions of --preset {args.preset}; give {most} or less"
+        )
+    if args.resume not in (None, "auto", "last") and not Path(args.resume).is_dir():
+        parser.error(
+            f"--resume {args.resume}: there is no such checkpoint folder; --resume auto takes the newest in {args.out}"
+        )
+    return parser, args
+
+
+def default_cache() -> Path:
+    """Where tokenized texts are kept between runs."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "acclight" / "text"
+
+
+if __name__ == "__main__":
+    main()
