@@ -9,8 +9,6 @@ PYTEST_ARGS ?=
 BIN := $(abspath $(VENV))/bin
 # DeepSpeed and torch.compile look for ninja, and the launchers for python, on the path.
 export PATH := $(BIN):$(PATH)
-# Here, and not in the home folder: what is compiled belongs to these versions.
-export TORCH_EXTENSIONS_DIR := $(abspath $(VENV))/torch_extensions
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 INSTALL := $(BIN)/python -m pip install --quiet -c constraints.txt --no-build-isolation
 
@@ -67,6 +65,4 @@ $(VENV)/.stamp-demo: $(VENV)/.stamp-venv pyproject.toml constraints.txt
 $(VENV)/.stamp-test: $(VENV)/.stamp-demo
 	$(INSTALL) ninja
 	DS_BUILD_OPS=0 $(INSTALL) -e '.[deepspeed,dev]'
-	@echo "Compiling DeepSpeed's CPU communication, which its first start would do otherwise."
-	CUDA_VISIBLE_DEVICES= $(BIN)/python -c 'from deepspeed.comm.torch import build_shm_op; build_shm_op()' >/dev/null
 	@touch $@

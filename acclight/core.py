@@ -10,10 +10,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
-from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_only
+from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from acclight.messages import info
 from acclight.strategies import process_group
 from acclight.strategies.isolation import Isolation
 from acclight.strategies.strategy import Strategy
@@ -58,7 +59,7 @@ class AcceleratorCore:
     def __init__(
         self, strategy: Strategy, *, precision: str | int | None, clip_val: float | None, clip_algorithm: str
     ) -> None:
-        rank_zero_only.rank = int(os.environ.get("RANK", "0"))
+        vars(rank_zero_only)["rank"] = int(os.environ.get("RANK", "0"))
         self.strategy = strategy
         self.precision = _resolve_precision(precision)
         self.clip_val = float(clip_val or 0.0)
@@ -84,7 +85,7 @@ class AcceleratorCore:
         self.world_size: int = self.accelerator.num_processes
         self.global_rank: int = self.accelerator.process_index
         self.local_rank: int = max(self.accelerator.local_process_index, 0)
-        rank_zero_only.rank = self.global_rank
+        vars(rank_zero_only)["rank"] = self.global_rank
         self._trainable: list[nn.Parameter] = []
         self._norm: Tensor | None = None
         self._synced = True
@@ -105,6 +106,11 @@ class AcceleratorCore:
         return self.clip_val if self.clip_algorithm == "norm" else 0.0
 
     @property
+    def num_machines(self) -> int:
+        """How many machines take part, by the launcher's count of processes per machine."""
+        return max(1, self.world_size // int(os.environ.get("LOCAL_WORLD_SIZE", self.world_size)))
+
+    @property
     def is_global_zero(self) -> bool:
         return self.global_rank == 0
 
@@ -117,7 +123,9 @@ class AcceleratorCore:
     def prepare(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         """Wraps the user's module and binds the optimizers to it."""
         dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.precision)
-        autocast = torch.autocast(self.device.type, dtype=dtype) if dtype and self.strategy.kind != "deepspeed" else None
+        autocast = (
+            torch.autocast(self.device.type, dtype=dtype) if dtype and self.strategy.kind != "deepspeed" else None
+        )
         self.step_module = StepModule(module, autocast)
         self.forward = self.strategy.prepare(self.accelerator, self.step_module, optimizers)
         # Accelerate wraps forward in its own autocast and turns every output into float32; the thin module's autocast
@@ -237,9 +245,7 @@ def _resolve_precision(precision: str | int | None) -> str:
     try:
         chosen = _PRECISIONS[str(precision)]
     except KeyError:
-        raise ValueError(
-            f"precision={precision!r} is unknown; use '32', 'bf16-mixed' or '16-mixed'"
-        ) from None
+        raise ValueError(f"precision={precision!r} is unknown; use '32', 'bf16-mixed' or '16-mixed'") from None
     if launched and launched != chosen:
-        rank_zero_info(f"precision={precision!r} of the script wins over {launched!r} of the launcher")
+        info(f"precision={precision!r} of the script wins over {launched!r} of the launcher")
     return chosen

@@ -52,7 +52,9 @@ class TrainModule(nn.Module):
         Returns:
             The mean loss (a scalar tensor, or a dict with "loss"), a `LossSum`, or None to contribute nothing.
         """
-        raise NotImplementedError(f"{type(self).__name__} needs a training_step(batch, batch_idx) that returns the loss")
+        raise NotImplementedError(
+            f"{type(self).__name__} needs a training_step(batch, batch_idx) that returns the loss"
+        )
 
     def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
         """One batch of validation; log with `self.log`."""
@@ -230,7 +232,9 @@ class TrainModule(nn.Module):
                 given[name] = caller.f_locals.get(name, parameter.default)
         unknown = [name for name in names if name not in given]
         if unknown:
-            raise ValueError(f"save_hyperparameters: {unknown[0]!r} is no argument of __init__; there are {sorted(given)}")
+            raise ValueError(
+                f"save_hyperparameters: {unknown[0]!r} is no argument of __init__; there are {sorted(given)}"
+            )
         kept = {k: v for k, v in given.items() if (not names or k in names) and k not in ignore}
         self._hparams = _Hyperparameters(kept)
 

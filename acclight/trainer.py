@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
 from acclight.callback import Callback, Hooks
 from acclight.checkpoint import snapshot
@@ -27,6 +26,7 @@ from acclight.loops.evaluate import evaluate, predict
 from acclight.loops.fit import FitLoop
 from acclight.loops.optimizers import SchedulerConfig, read_optimizers, step_schedulers
 from acclight.loops.progress import Progress as Counts
+from acclight.messages import info, warn
 from acclight.strategies.resolve import resolve_strategy
 
 if TYPE_CHECKING:
@@ -266,9 +266,11 @@ class Trainer:
         with self._running("fit", module, datamodule):
             source = self._source("train_dataloader", train_dataloaders)
             if source is None:
-                raise ValueError("fit needs training data: give train_dataloaders or a datamodule with train_dataloader")
+                raise ValueError(
+                    "fit needs training data: give train_dataloaders or a datamodule with train_dataloader"
+                )
             if self.core.global_rank == 0 and hasattr(source, "__len__") and len(source) == 0:
-                rank_zero_warn(f"the training loader ({type(source).__name__}) has no batches: nothing will be trained")
+                warn(f"the training loader ({type(source).__name__}) has no batches: nothing will be trained")
             seed = int(self.core.broadcast_object(torch.initial_seed() % 2**31))
             self.data = TrainData(
                 source, rank=self.global_rank, world_size=self.world_size, seed=seed, limit=self.limits["train"]
@@ -280,8 +282,9 @@ class Trainer:
             self._prepare(training=True)
             if reader is not None:
                 snapshot.restore(self, reader)
-                rank_zero_info(f"resumed from {reader.path} at step {self.global_step}")
+                info(f"resumed from {reader.path} at step {self.global_step}")
             self._loop = FitLoop(self, self.core, module, self.data)
+            info(self._summary(source))
             self._log_hyperparams()
             for call in self.hooks.on_fit_start:
                 call()
@@ -432,7 +435,7 @@ class Trainer:
 
     @property
     def fitting(self) -> bool:
-        """fit runs, and it is not in the sanity check."""
+        """Fit runs, and it is not in the sanity check."""
         return self.state == "fit" and not self.sanity_checking
 
     @property
@@ -530,7 +533,9 @@ class Trainer:
 
     def _step_plateau_schedulers(self, fresh: set[str]) -> None:
         for interval, count in (("epoch", self.current_epoch + 1), ("step", self.global_step)):
-            watching = [c for c in self.lr_scheduler_configs if c.reduce_on_plateau and c.monitor not in self.metrics.train]
+            watching = [
+                c for c in self.lr_scheduler_configs if c.reduce_on_plateau and c.monitor not in self.metrics.train
+            ]
             step_schedulers(watching, interval, count, {n: self.callback_metrics[n] for n in fresh}, fresh=True)
 
     def save_pending(self) -> None:
@@ -644,7 +649,9 @@ class Trainer:
         if source is None:
             if self.state == "fit":
                 return {}
-            raise ValueError(f"Trainer.{self.state} needs data: give dataloaders, or a datamodule with {name}_dataloader")
+            raise ValueError(
+                f"Trainer.{self.state} needs data: give dataloaders, or a datamodule with {name}_dataloader"
+            )
         if isinstance(source, Mapping):
             return dict(source)
         if isinstance(source, (list, tuple)):
@@ -659,14 +666,14 @@ class Trainer:
         }
         for name, data in made.items():
             if data.rounds == 0 and limit != 0:
-                rank_zero_warn(f"the {stage} loader {name!r} has no batches and is skipped")
+                warn(f"the {stage} loader {name!r} has no batches and is skipped")
         return {name: data for name, data in made.items() if data.rounds != 0}
 
     def _set_validation_interval(self) -> None:
         """`val_every_n_steps`: optimizer steps between validations inside epochs; None for the end of the epoch alone."""
         interval = self.val_check_interval
         self.val_every_n_steps: int | None = None
-        if not self.val_data or interval == 1.0 and isinstance(interval, float):
+        if not self.val_data or (interval == 1.0 and isinstance(interval, float)):
             return
         if isinstance(interval, int):
             self.val_every_n_steps = interval
@@ -700,6 +707,25 @@ class Trainer:
             self.sanity_checking = False
             self.callback_metrics.clear()
             self._shown_in_progress.clear()
+
+    def _summary(self, loader: Any) -> str:
+        """What is in force, in one line."""
+        size = getattr(loader, "batch_size", None)
+        batch = ""
+        if size:
+            whole = size * self.world_size * self.accumulate_grad_batches
+            batch = f", effective batch {size} x {self.world_size} x {self.accumulate_grad_batches} = {whole}"
+        every = self.val_every_n_steps
+        validation = "no validation"
+        if self.val_data:
+            epochs = "" if self.check_val_every_n_epoch == 1 else f"{self.check_val_every_n_epoch} "
+            validation = f"validation every {epochs}epoch" if every is None else f"validation every {every} steps"
+        precision = {"no": "32", "bf16": "bf16-mixed", "fp16": "16-mixed"}.get(self.core.precision, self.core.precision)
+        return (
+            f"fit: strategy {self.core.strategy.summary()}, {self.world_size} process(es) on "
+            f"{self.core.num_machines} machine(s), {self.device.type}, precision {precision}, "
+            f"accumulation {self.accumulate_grad_batches}{batch}, {validation}"
+        )
 
     def _log_hyperparams(self) -> None:
         if not self.is_global_zero or not self.module.hparams:
@@ -763,7 +789,9 @@ class Trainer:
 
         own = [Path(c.dirpath) for c in self.callbacks if isinstance(c, ModelCheckpoint) and c.dirpath]
         root = self.default_root_dir
-        below = [folder for depth in ("", "*/", "*/*/") for folder in root.glob(f"{depth}checkpoints") if folder.is_dir()]
+        below = [
+            folder for depth in ("", "*/", "*/*/") for folder in root.glob(f"{depth}checkpoints") if folder.is_dir()
+        ]
         return list(dict.fromkeys(path.resolve() for path in (*own, *below)))
 
     def _save(self, path: Path, weights_only: bool) -> None:

@@ -62,8 +62,10 @@ class RichProgressBar(Progress):
         self._live.refresh()
 
     def milestone(self, status: Status) -> None:
-        """Redraws, and takes away the bar of an evaluation within a training."""
+        """Redraws, and takes away the bar of an evaluation within a training, and all of a sanity check."""
         self.draw(status)
+        if self._live is not None:
+            self._live.transient = status.task == "sanity check"
         if status.task != "train" and status.epoch:
             self._bars.remove_task(self._tasks.pop(status.task))
 

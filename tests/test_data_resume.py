@@ -241,6 +241,24 @@ def test_another_dataset_raises_and_names_both() -> None:
         data.load_state_dict(state)
 
 
+def test_ranks_with_data_of_their_own_have_one_state() -> None:
+    def ranks(plain_lists: bool) -> list[TrainData]:
+        given = [list(range(3)), list(range(5))]
+        loaders = given if plain_lists else [DataLoader(ids, batch_size=None) for ids in given]  # type: ignore[arg-type]
+        return [
+            TrainData(loader, rank=rank, world_size=2, seed=0, own_share=not plain_lists)
+            for rank, loader in enumerate(loaders)
+        ]
+
+    for plain_lists in (True, False):
+        stopped = ranks(plain_lists)
+        assert train(stopped, 1) == [[0], [0]]
+        after = ranks(plain_lists)
+        for data in after:
+            data.load_state_dict(state_of(stopped))
+        assert train(after) == [[1, 2], [1, 2, 3, 4]]
+
+
 def test_another_sampler_warns_in_the_middle_of_an_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rank_zero_only, "rank", 0, raising=False)
     stopped = begun(ranks_of(DataLoader(Ids(8), 2, shuffle=True), 1), 0)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from acclight.data import EvalData, TrainData
+from acclight.data import EvalData, TrainData, rank_identity
 
 
 class Stream(IterableDataset[int]):
@@ -232,3 +232,54 @@ def test_an_error_in_the_stream_reaches_the_reader() -> None:
         with pytest.raises(OSError, match="shard 3 is gone"):
             list(TrainData(DataLoader(Broken(), 1, num_workers=workers), rank=0, world_size=1, seed=0))
     assert random.getstate() == before
+
+
+class Given(IterableDataset[int]):
+    def __init__(self, samples: list[int], name: str = "") -> None:
+        self.samples, self.name, self.table = samples, name, torch.zeros(3)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.samples)
+
+
+def test_ranks_that_were_given_different_streams_are_told_apart() -> None:
+    def identity(samples: list[int], name: str = "") -> dict[str, str]:
+        return rank_identity(DataLoader(Given(samples, name)))
+
+    same = identity(list(range(1000)), "a")
+    assert same == identity(list(range(1000)), "a")
+    others = identity(list(range(999)), "a"), identity([*range(999), 5], "a"), identity(list(range(1000)), "b")
+    assert [[key for key in same if other[key] != same[key]] for other in others] == [
+        ["samples"],
+        ["samples"],
+        ["name"],
+    ]
+    assert rank_identity(DataLoader(range(3))) == {"len()": "3"}  # type: ignore[arg-type]
+    assert rank_identity([1, 2]) == {}
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_rank_with_a_stream_of_its_own_reads_the_whole_of_it(workers: int) -> None:
+    for kind, more in ((TrainData, {"seed": 0}), (EvalData, {})):
+        ranks = []
+        for rank, length in enumerate((3, 5)):
+            loader = DataLoader(Given(list(range(length))), 1, num_workers=workers)
+            data = kind(loader, rank=rank, world_size=2, own_share=True, **more)
+            ranks.append([batch.item() for batch in data])
+        assert ranks == [[0, 1, 2], [0, 1, 2, 3, 4]]
+
+
+def test_ranks_with_map_style_data_of_their_own() -> None:
+    ranks = []
+    for rank, length in enumerate((3, 5)):
+        loader = DataLoader(range(length), 2)  # type: ignore[arg-type]
+        assert EvalData(loader, rank=rank, world_size=2, own_share=True).rounds is None
+        data = TrainData(loader, rank=rank, world_size=2, seed=0, own_share=True)
+        assert not data.ranks_agree
+        ranks.append([batch.tolist() for batch in data])
+    assert ranks == [[[0, 1], [2]], [[0, 1], [2, 3], [4]]]
+
+
+def test_batches_in_no_fixed_order_raise() -> None:
+    with pytest.raises(ValueError, match=r"in_order=False"):
+        TrainData(DataLoader(Stream(4), num_workers=1, in_order=False), rank=0, world_size=1, seed=0)

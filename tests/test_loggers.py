@@ -119,7 +119,8 @@ def test_csv_gains_columns_and_keeps_every_row(tmp_path: Path) -> None:
 def test_csv_numbers_come_back_exactly(tmp_path: Path) -> None:
     values: dict[str, Any] = {
         "third": 1 / 3, "tiny": 5e-324, "huge": 1.7976931348623157e308, "int": 2**53 + 1,
-        "nan": math.nan, "inf": -math.inf, "numpy": np.float32(0.1), "double": np.float64(0.1), "tensor": torch.tensor(0.1, dtype=torch.float64),
+        "nan": math.nan, "inf": -math.inf, "numpy": np.float32(0.1), "double": np.float64(0.1),
+        "tensor": torch.tensor(0.1, dtype=torch.float64),
     }  # fmt: skip
     logger = CSVLogger(tmp_path, version=0)
     logger.log_metrics(values, 7)

@@ -172,15 +172,15 @@ def verify(path: str | os.PathLike[str]) -> list[str]:
     return structure_problems(path) or digest_problems(path, read_manifest(path)) or content_problems(path)
 
 
-def candidates(directory: Path) -> tuple[list[Path], list[str]]:
-    """The committed checkpoints in a folder, newest first, and what is wrong with those that have no place in it.
+def candidates(*directories: Path) -> tuple[list[Path], list[str]]:
+    """The committed checkpoints in some folders, newest first, and what is wrong with those that have no place in it.
 
     Temporary folders of saves under way, or of runs that died in one, have a leading dot and are passed over;
     so are links, which name a checkpoint a second time.
     """
     dated: list[tuple[int, Path]] = []
     problems: list[str] = []
-    for folder in sorted(directory.iterdir()) if directory.is_dir() else ():
+    for folder in (f for directory in directories if directory.is_dir() for f in sorted(directory.iterdir())):
         if (
             folder.name.startswith(".")
             or folder.is_symlink()

@@ -42,9 +42,9 @@ class Reader:
         agree(f"opening {self.path}", self._open)
 
     @classmethod
-    def latest(cls, directory: str | os.PathLike[str]) -> Reader | None:
-        """Open the newest good checkpoint of `directory`, or None; damaged ones are named in a warning. Collective."""
-        found = layout.candidates(Path(directory)) if rank_and_size()[0] == 0 else ([], [])
+    def latest(cls, *directories: str | os.PathLike[str]) -> Reader | None:
+        """Open the newest good checkpoint of some folders, or None; damaged ones are named in a warning. Collective."""
+        found = layout.candidates(*map(Path, directories)) if rank_and_size()[0] == 0 else ([], [])
         folders, skipped = gather(found)[0]
         for problem in skipped:
             warn(f"Skipped a damaged checkpoint: {problem}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from importlib.metadata import version
 from pathlib import Path
@@ -9,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from lightning_utilities.core.rank_zero import rank_zero_warn
 
 import acclight
 from acclight.checkpoint.reader import Reader
 from acclight.checkpoint.writer import write
+from acclight.messages import warn
 
 if TYPE_CHECKING:
     from acclight.trainer import Trainer
@@ -46,8 +47,7 @@ def save(trainer: Trainer, path: Path, *, weights_only: bool) -> Path:
         "tied": tied,
         "versions": {"acclight": acclight.__version__} | {name: version(name) for name in ("accelerate", "torch")},
     }
-    if config := _hugging_face_config(module):
-        document["hf_config"] = config
+    document |= _hugging_face(module)
     extra: dict[str, Any] = {}
     for callback in trainer.callbacks:
         callback.on_save_checkpoint(trainer, module, extra)
@@ -76,7 +76,7 @@ def restore(trainer: Trainer, reader: Reader) -> None:
     document = reader.trainer
     restore_weights(trainer, reader)
     if document.get("weights_only"):
-        rank_zero_warn(f"{reader.path} holds weights only: optimizers, step and data start anew")
+        warn(f"{reader.path} holds weights only: optimizers, step and data start anew")
         return
     saved = {name: (tuple(t.shape), t.dtype) for name, t in reader.optimizer_tensors.items()}
     groups = reader.optimizer_meta["groups"]
@@ -101,7 +101,7 @@ def restore(trainer: Trainer, reader: Reader) -> None:
         trainer.data.load_state_dict(reader.data)
     state = reader.rng(trainer.global_rank)
     if state is None:
-        rank_zero_warn(
+        warn(
             f"{reader.path} has no random state for every rank (it was written by {document['world_size']} processes); "
             "the others start from the seed"
         )
@@ -111,19 +111,12 @@ def restore(trainer: Trainer, reader: Reader) -> None:
 
 def restore_weights(trainer: Trainer, reader: Reader) -> None:
     """Loads the weights alone, and lets the module and the callbacks see what they added. Collective."""
-    tied = reader.trainer.get("tied", {})
     extra = reader.trainer.get("extra", {})
     for callback in trainer.callbacks:
         callback.on_load_checkpoint(trainer, trainer.module, extra)
     trainer.module.on_load_checkpoint(extra)
 
-    def read(state: dict[str, torch.Tensor]) -> None:
-        reader.load_model({name: value for name, value in state.items() if name not in tied})
-        for alias, kept in tied.items():
-            if alias in state and state[alias].data_ptr() != state[kept].data_ptr():
-                state[alias].copy_(state[kept])
-
-    trainer.core.strategy.load_model_state(trainer.module, read)
+    trainer.core.strategy.load_model_state(trainer.module, reader.load_model)
 
 
 def _untie(trainer: Trainer, state: dict[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
@@ -148,22 +141,12 @@ def _optimizer_meta(trainer: Trainer, state: dict[str, Any], tensors: dict[str, 
     names = trainer.core.strategy.param_group_names(trainer.module, trainer.optimizers)
     groups = [
         [
-            {"params": group_names, **{k: v for k, v in group.items() if k != "params" and _plain(v)}}
+            {**group, "params": group_names}
             for group_names, group in zip(optimizer_names, optimizer.param_groups, strict=True)
         ]
         for optimizer_names, optimizer in zip(names, trainer.optimizers, strict=True)
     ]
     return {"groups": groups, "plain": {name: value for name, value in state.items() if name not in tensors}}
-
-
-def _plain(value: Any) -> bool:
-    if isinstance(value, torch.Tensor):
-        return value.numel() == 1
-    return (
-        value is None
-        or isinstance(value, (bool, int, float, str))
-        or (isinstance(value, (tuple, list)) and all(_plain(v) for v in value))
-    )
 
 
 def _restore_groups(trainer: Trainer, saved: list[list[dict[str, Any]]]) -> None:
@@ -189,14 +172,14 @@ def _restore_groups(trainer: Trainer, saved: list[list[dict[str, Any]]]) -> None
                     group[key] = tuple(value) if isinstance(group.get(key), tuple) else value
 
 
-def _hugging_face_config(module: torch.nn.Module) -> dict[str, Any] | None:
-    """The configuration of the one transformers model inside, for exports that `from_pretrained` reads."""
-    for part in module.modules():
+def _hugging_face(module: torch.nn.Module) -> dict[str, Any]:
+    """Configuration and name prefix of the transformers model inside, for exports that `from_pretrained` reads."""
+    for name, part in module.named_modules():
         config = getattr(part, "config", None)
-        if hasattr(config, "to_diff_dict") and hasattr(config, "model_type"):
-            values: dict[str, Any] = config.to_dict()
-            return values | {"architectures": [type(part).__name__]}
-    return None
+        if config is not None and hasattr(config, "to_json_string") and hasattr(config, "model_type"):
+            plain = json.loads(config.to_json_string(use_diff=False)) | {"architectures": [type(part).__name__]}
+            return {"hf_config": plain, "hf_prefix": f"{name}." if name else ""}
+    return {}
 
 
 def random_state() -> dict[str, Any]:

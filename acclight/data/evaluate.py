@@ -30,6 +30,8 @@ class EvalData:
         limit: A number (int) of batches for each rank, or a fraction (float) of the batches of all ranks: a fraction
             is the same samples at any world size.
         limit_name: What a user calls the limit, for errors.
+        own_share: Whether the ranks were given different data (their `rank_identity` differs), so that each reads the
+            whole of its own.
 
     Raises:
         TypeError: Several loaders, or nothing that can be iterated over.
@@ -37,9 +39,17 @@ class EvalData:
     """
 
     def __init__(
-        self, loader: Iterable[Any], *, rank: int, world_size: int, limit: Limit = 1.0, limit_name: str = "limit"
+        self,
+        loader: Iterable[Any],
+        *,
+        rank: int,
+        world_size: int,
+        limit: Limit = 1.0,
+        limit_name: str = "limit",
+        own_share: bool = False,
     ) -> None:
-        self._loader, self._own = checked(loader, rank, world_size)
+        self._loader, declared = checked(loader, rank, world_size)
+        self._own = declared or own_share
         check_limit(limit, limit_name)
         self._limit_name = limit_name
         self._limit = limit
@@ -77,7 +87,12 @@ class EvalData:
     def first(self, batches: int) -> EvalData:
         """The same data, but at most so many batches for each rank."""
         short = EvalData(
-            self._loader, rank=self._rank, world_size=self._world, limit=self._limit, limit_name=self._limit_name
+            self._loader,
+            rank=self._rank,
+            world_size=self._world,
+            limit=self._limit,
+            limit_name=self._limit_name,
+            own_share=self._own,
         )
         short._first = batches
         short._at_most = short._apply_limit()

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
+
+from acclight.data.draws import derive_seed
 
 Limit = int | float
 """A number of batches (int), or a fraction of them (float; 1.0 is all)."""
@@ -96,12 +99,36 @@ def divides_itself(part: object, rank: int, world_size: int) -> bool:
     return True
 
 
+def rank_identity(loader: object) -> dict[str, str]:
+    """What may tell this rank's loader from another rank's; ranks where it differs were each given data of their own.
+
+    That is the length of a map-style dataset, as ranks cannot share an order if lengths differ, and the length and the
+    plain attributes of a stream (IterableDataset). Empty for plain iterables, which are each rank's own anyway.
+    """
+    if not isinstance(loader, DataLoader):
+        return {}
+    dataset = loader.dataset
+    attributes: dict[str, Any] = {"len()": size_of(dataset)}
+    if isinstance(dataset, IterableDataset):
+        attributes.update(vars(dataset))
+    return {name: _short_text(value) for name, value in attributes.items()}
+
+
+def _short_text(value: Any) -> str:
+    try:
+        text = json.dumps(value, skipkeys=True, default=lambda part: [type(part).__name__, size_of(part)])
+    except ValueError:  # it holds itself
+        text = type(value).__name__
+    return text if len(text) <= 80 else f"{text[:40]}... ({derive_seed(text):x})"
+
+
 def checked(loader: object, rank: int, world_size: int) -> tuple[Any, bool]:
-    """The loader, and whether it (a sampler or the dataset of it) gives this rank its own share already.
+    """The loader, and whether it (a sampler or the dataset of it) says that it gives this rank its own share already.
 
     Raises:
         TypeError: Several loaders, or nothing that can be iterated over.
-        ValueError: The rank is none of the world, or a part was made for another rank or world size.
+        ValueError: The rank is none of the world, the loader gives batches in no fixed order, or a part was made for
+            another rank or world size.
     """
     if not 0 <= rank < world_size:
         raise ValueError(f"rank={rank} is none of world_size={world_size}")
@@ -112,6 +139,11 @@ def checked(loader: object, rank: int, world_size: int) -> tuple[Any, bool]:
         )
     if isinstance(loader, Mapping) or not isinstance(loader, Iterable):
         raise TypeError(f"{type(loader).__name__} is no loader: give a DataLoader or an iterable of batches")
+    if isinstance(loader, DataLoader) and not loader.in_order:
+        raise ValueError(
+            "DataLoader(in_order=False) gives batches in no fixed order, so that neither a resume nor a prediction can "
+            "know which samples they are; give in_order=True"
+        )
     return loader, any(divides_itself(part, rank, world_size) for part in parts_of(loader))
 
 

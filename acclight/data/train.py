@@ -43,6 +43,8 @@ class TrainData:
         limit: Batches per rank and epoch: a number (int), or a fraction of what there is (float).
         split_batches: Whether the loader's batch size is that of all ranks together.
         even_batches: Whether the end of an epoch is filled up, to a multiple of world_size, with its first samples.
+        own_share: Whether the ranks were given different data (their `rank_identity` differs), so that each reads the
+            whole of its own.
 
     Raises:
         TypeError: Several loaders, or nothing that can be iterated over.
@@ -60,8 +62,11 @@ class TrainData:
         limit: Limit = 1.0,
         split_batches: bool = False,
         even_batches: bool = True,
+        own_share: bool = False,
     ) -> None:
-        self._loader, self._own = checked(loader, rank, world_size)
+        self._loader, declared = checked(loader, rank, world_size)
+        self._own_share = own_share
+        self._own = declared or own_share
         check_limit(limit, LIMIT)
         self._world_size = world_size
         self.seed = seed
@@ -149,7 +154,8 @@ class TrainData:
         """
         here = self._fingerprint()
         then, now = state["dataset"], here["dataset"]
-        if then != now:
+        unequal = then["length"] is not None and now["length"] is not None and then["length"] != now["length"]
+        if then["type"] != now["type"] or unequal:
             raise ValueError(
                 f"the checkpoint was taken on a dataset of type {then['type']} and length {then['length']}, but this "
                 f"one is of type {now['type']} and length {now['length']}; resume with the same data, or load the "
@@ -188,7 +194,10 @@ class TrainData:
                 self._loader.batch_sampler is not None and type(self._loader.batch_sampler) is not BatchSampler
             )
             sampler = type(self._loader.batch_sampler if own_batches else self._loader.sampler).__name__
-        return {"dataset": {"type": type(dataset).__name__, "length": size_of(dataset)}, "sampler": sampler}
+        # Not the length of what only this rank has: the state is the same on all ranks.
+        shared = self._world_size == 1 or (isinstance(self._loader, DataLoader) and not self._own_share)
+        length = size_of(dataset) if shared else None
+        return {"dataset": {"type": type(dataset).__name__, "length": length}, "sampler": sampler}
 
 
 def split(loader: object, world_size: int) -> DataLoader[Any]:

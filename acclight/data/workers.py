@@ -58,6 +58,8 @@ class _CollateAndSeed:
     def __call__(self, samples: Any) -> Any:
         batch = self._collate(samples)
         info: Any = get_worker_info()
+        if info is None:  # a subclass of DataLoader that collates in the main process
+            return batch
         if not self._started:
             self._started = True
             self._next += info.place if isinstance(info, StreamWorkerInfo) else info.id

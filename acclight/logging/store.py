@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from acclight.logging.meter import REDUCTIONS, Meter, merge
+from acclight.messages import warn
 
 Gather = Callable[[Any], list[Any]]
 
@@ -189,7 +189,9 @@ def _put(shown: Shown, name: str, value: float, flags: Meter) -> None:
 def _to_floats(totals: list[Any]) -> list[float]:
     """All totals as floats, with one transfer from the device for all tensors together."""
     tensors = [t for t in totals if isinstance(t, Tensor)]
-    values = iter(torch.stack([t.double() if t.device.type == "cpu" else t.float() for t in tensors]).tolist() if tensors else [])
+    values = iter(
+        torch.stack([t.double() if t.device.type == "cpu" else t.float() for t in tensors]).tolist() if tensors else []
+    )
     return [next(values) if isinstance(t, Tensor) else float(t) for t in totals]
 
 
@@ -197,7 +199,9 @@ def _number(name: str, value: Any) -> float:
     try:
         return float(value)
     except (TypeError, ValueError):
-        raise TypeError(f"self.log({name!r}) got a {type(value).__name__}; log a number, a scalar tensor or a torchmetrics metric") from None
+        raise TypeError(
+            f"self.log({name!r}) got a {type(value).__name__}; log a number, a scalar tensor or a torchmetrics metric"
+        ) from None
 
 
 def _is_torchmetric(value: Any) -> bool:
@@ -220,7 +224,7 @@ def _samples(batch: Any) -> float:
         global _ambiguous_warned
         if not _ambiguous_warned:
             _ambiguous_warned = True
-            rank_zero_warn(
+            warn(
                 f"the parts of a batch have different lengths ({sorted(set(sizes))[:4]}), so that its number of samples is "
                 f"unclear; {sizes[0]} is used: pass batch_size= to self.log"
             )

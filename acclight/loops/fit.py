@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from typing import TYPE_CHECKING, Any
 
 import torch
-from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
 from acclight.loops.optimizers import step_schedulers
+from acclight.messages import info, warn
 from acclight.module import LossSum, TrainModule
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ class FitLoop:
         """From where the progress stands to the first limit."""
         trainer, progress = self.trainer, self.progress
         if reason := self.limit_reached():
-            rank_zero_info(f"fit has nothing left to do: {reason}")
+            info(f"fit has nothing left to do: {reason}")
             return
         self.module.train()
         for call in trainer.hooks.on_train_start:
@@ -135,7 +135,7 @@ class FitLoop:
 
     # -- one window ---------------------------------------------------------------------------------------------------
 
-    def windows(self) -> Iterator[list[Any]]:
+    def windows(self) -> Generator[list[Any]]:
         """Windows of micro-batches, all ranks' equally long; the last of an epoch may be shorter."""
         batches = iter(self.data)
         size = self.trainer.accumulate_grad_batches
@@ -156,13 +156,15 @@ class FitLoop:
     def warn_uneven(self, lengths: list[int]) -> None:
         """One warning with what every rank still had when the shortest ran out."""
         done = self.data.batches_done
-        counts = ", ".join(f"rank {rank}: {done + n}{'' if n == min(lengths) else ' or more'}" for rank, n in enumerate(lengths))
-        rank_zero_warn(f"the ranks hold different numbers of training batches ({counts}); all stop at the shortest")
+        counts = ", ".join(
+            f"rank {rank}: {done + n}{'' if n == min(lengths) else ' or more'}" for rank, n in enumerate(lengths)
+        )
+        warn(f"the ranks hold different numbers of training batches ({counts}); all stop at the shortest")
 
     def run_window(self, window: list[Any]) -> bool:
         """Trains on one window and steps the optimizer once; True when a hook asked to skip the rest of the epoch."""
         trainer, core, hooks, metrics = self.trainer, self.core, self.trainer.hooks, self.trainer.metrics
-        module, progress = self.module, self.progress
+        progress = self.progress
         metrics.window += 1
         metrics.in_step = True
         self.in_window = True
@@ -238,7 +240,10 @@ class FitLoop:
         if not self.counts_items:
             return [1.0 / len(window)] * len(window)
         counts = torch.stack(
-            [torch.as_tensor(self.module.count_items(batch), dtype=torch.float32).to(self.core.device) for batch in window]
+            [
+                torch.as_tensor(self.module.count_items(batch), dtype=torch.float32).to(self.core.device)
+                for batch in window
+            ]
         )
         total = self.core.sum(counts.sum()).clamp(min=1.0)
         return list((counts * (self.core.world_size / total)).unbind())
@@ -248,7 +253,9 @@ class FitLoop:
         where = f"{type(self.module).__name__}.training_step"
         if outputs is None:
             if self.core.world_size > 1:
-                raise RuntimeError(f"{where} returned None on rank {self.core.global_rank}: return a loss on every rank")
+                raise RuntimeError(
+                    f"{where} returned None on rank {self.core.global_rank}: return a loss on every rank"
+                )
             return None, None
         count: Tensor | None = None
         if isinstance(outputs, LossSum):
@@ -262,9 +269,13 @@ class FitLoop:
             loss = outputs
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
-            raise TypeError(f"{where} returned {what} as the loss; return a scalar tensor, a dict with 'loss', LossSum or None")
+            raise TypeError(
+                f"{where} returned {what} as the loss; return a scalar tensor, a dict with 'loss', LossSum or None"
+            )
         if not loss.requires_grad:
-            raise RuntimeError(f"{where} returned a loss without a graph; compute it from the module's parameters, undetached")
+            raise RuntimeError(
+                f"{where} returned a loss without a graph; compute it from the module's parameters, undetached"
+            )
         return loss, count
 
 

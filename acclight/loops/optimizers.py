@@ -10,6 +10,7 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
+
 @dataclass
 class SchedulerConfig:
     """One learning-rate scheduler and when it steps; the fields are Lightning's `lr_scheduler` dictionary."""
@@ -24,7 +25,9 @@ class SchedulerConfig:
 
     def __post_init__(self) -> None:
         if not hasattr(self.scheduler, "step"):
-            raise TypeError(f"configure_optimizers gave {type(self.scheduler).__name__} as a scheduler; it has no step()")
+            raise TypeError(
+                f"configure_optimizers gave {type(self.scheduler).__name__} as a scheduler; it has no step()"
+            )
         if self.interval not in ("step", "epoch"):
             raise ValueError(f"lr_scheduler interval={self.interval!r}: use 'step' (optimizer steps) or 'epoch'")
         if self.frequency < 1:
@@ -35,6 +38,7 @@ class SchedulerConfig:
                 "a ReduceLROnPlateau scheduler needs the metric that it watches: "
                 "return {'optimizer': optimizer, 'lr_scheduler': {'scheduler': scheduler, 'monitor': 'val_loss'}}"
             )
+
 
 def read_optimizers(returned: Any) -> tuple[list[Optimizer], list[SchedulerConfig]]:
     """Optimizers and schedulers from every form that configure_optimizers may return.
@@ -63,6 +67,7 @@ def read_optimizers(returned: Any) -> tuple[list[Optimizer], list[SchedulerConfi
         "(optimizers, schedulers), or a dictionary with 'optimizer' and 'lr_scheduler'"
     )
 
+
 def _read_dicts(items: Sequence[Mapping[str, Any]]) -> tuple[list[Optimizer], list[SchedulerConfig]]:
     optimizers, schedulers = [], []
     for item in items:
@@ -77,11 +82,13 @@ def _read_dicts(items: Sequence[Mapping[str, Any]]) -> tuple[list[Optimizer], li
             schedulers.append(_scheduler(item["lr_scheduler"], monitor=item.get("monitor")))
     return _optimizers(optimizers), schedulers
 
+
 def _optimizers(items: Sequence[Any]) -> list[Optimizer]:
     for item in items:
         if not isinstance(item, Optimizer):
             raise TypeError(f"configure_optimizers returned {type(item).__name__} where an optimizer was expected")
     return list(items)
+
 
 def _scheduler(item: Any, monitor: str | None = None) -> SchedulerConfig:
     if isinstance(item, SchedulerConfig):
@@ -95,6 +102,7 @@ def _scheduler(item: Any, monitor: str | None = None) -> SchedulerConfig:
     if "scheduler" not in item:
         raise ValueError("lr_scheduler needs the key 'scheduler'")
     return SchedulerConfig(**{"monitor": monitor, **item})
+
 
 def step_schedulers(
     configs: Sequence[SchedulerConfig], interval: str, count: int, metrics: Mapping[str, torch.Tensor], fresh: bool
@@ -127,5 +135,3 @@ def step_schedulers(
                 )
             continue
         config.scheduler.step(metrics[config.monitor])
-
-__all__ = ["LRScheduler", "SchedulerConfig", "read_optimizers", "step_schedulers"]

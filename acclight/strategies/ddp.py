@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from accelerate.utils import DistributedDataParallelKwargs
-from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from acclight.strategies.strategy import Strategy
@@ -59,4 +58,3 @@ class DDPStrategy(Strategy):
     def set_gradient_sync(self, sync: bool) -> None:
         # What DistributedDataParallel.no_sync() sets; without it the gradients travel once per micro-batch.
         self.wrapped.require_backward_grad_sync = sync  # type: ignore[assignment]
-

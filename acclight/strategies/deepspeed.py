@@ -16,7 +16,6 @@ from accelerate.utils import DeepSpeedPlugin, InitProcessGroupKwargs
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from acclight.strategies import on_cpu
 from acclight.strategies.strategy import Strategy, canonical_name
 
 
@@ -87,7 +86,7 @@ class DeepSpeedStrategy(Strategy):
 
     def claim_process_state(self, device_type: str) -> None:
         if device_type == "cpu":
-            on_cpu.skip_shared_memory_operator()
+            _skip_shared_memory_operator()
 
     def accelerator_arguments(self, *, precision: str, clip: float, micro_batch_size: int) -> dict[str, Any]:
         logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
@@ -138,7 +137,9 @@ class DeepSpeedStrategy(Strategy):
             elif given == "auto":
                 config[key] = value
             elif key == "gradient_clipping" and clip not in (0.0, float(given)):
-                raise ValueError(f"ds_config gradient_clipping={given} contradicts gradient_clip_val={clip}; set one of them")
+                raise ValueError(
+                    f"ds_config gradient_clipping={given} contradicts gradient_clip_val={clip}; set one of them"
+                )
         config["gradient_accumulation_steps"] = 1
         config.pop("train_batch_size", None)
         config["zero_optimization"] = zero | config.get("zero_optimization", {})
@@ -189,7 +190,9 @@ class DeepSpeedStrategy(Strategy):
         from deepspeed import DeepSpeedEngine
 
         if not isinstance(self.wrapped, DeepSpeedEngine):
-            raise RuntimeError(f"strategy {self.name!r} was asked for, but the model is a {type(self.wrapped).__name__}")
+            raise RuntimeError(
+                f"strategy {self.name!r} was asked for, but the model is a {type(self.wrapped).__name__}"
+            )
         stage = self.wrapped.zero_optimization_stage()
         if stage != self.stage:
             raise RuntimeError(f"strategy {self.name!r} was asked for, but the engine runs ZeRO stage {stage}")
@@ -287,35 +290,27 @@ class DeepSpeedStrategy(Strategy):
         world = torch.distributed.get_world_size()
         flat = torch.zeros(size * world, dtype=torch.float32, device=value.device)
         flat[: value.numel()] = value.flatten()
-        return flat.narrow(0, size * torch.distributed.get_rank(), size)
+        own: Tensor = flat.narrow(0, size * torch.distributed.get_rank(), size)
+        return own
 
-    def _flat_groups(self) -> list[Tensor]:
-        """The flat float32 partitions that the inner torch optimizer steps."""
-        groups = self._zero.fp32_partitioned_groups_flat if self.stage == 3 else self._zero.single_partition_of_fp32_groups
-        return list(groups)
-
-    def _flat_of(self, parameter: nn.Parameter) -> Tensor:
+    def _flat_partitions(self) -> dict[int, Tensor]:
+        """For each trained parameter (by id) the flat float32 partition that holds its part, which the inner optimizer steps."""
+        zero = self._zero
         if self.stage == 3:
-            return self._flat_groups()[self._zero.grad_position[self._zero.get_param_id(parameter)][0]]
-        for group, flat in zip(self._zero.bit16_groups, self._flat_groups(), strict=True):
-            if any(p is parameter for p in group):
-                return flat
-        raise KeyError("a trained parameter is in no ZeRO group")
-
-    def _trained(self, module: nn.Module) -> dict[str, nn.Parameter]:
-        owned = {id(p) for group in self._zero.bit16_groups for p in group} if self.stage != 3 else None
-        return {
-            canonical_name(name): p
-            for name, p in module.named_parameters()
-            if p.requires_grad and (owned is None or id(p) in owned)
-        }
+            groups = zip(zero.fp16_groups, zero.fp32_partitioned_groups_flat, strict=True)
+        else:
+            groups = zip(zero.bit16_groups, zero.single_partition_of_fp32_groups, strict=True)
+        return {id(parameter): flat for group, flat in groups for parameter in group}
 
     def optimizer_state(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
         from deepspeed.utils import safe_get_full_optimizer_state
 
         state: dict[str, Any] = {}
-        for name, parameter in self._trained(module).items():
-            flat = self._flat_of(parameter)
+        partitions = self._flat_partitions()
+        for name, parameter in module.named_parameters():
+            if id(parameter) not in partitions:
+                continue
+            name, flat = canonical_name(name), partitions[id(parameter)]
             for key, value in self._zero.optimizer.state.get(flat, {}).items():
                 if isinstance(value, Tensor) and value.shape == flat.shape:
                     state[f"{name}/{key}"] = safe_get_full_optimizer_state(parameter, key).detach().cpu()
@@ -335,13 +330,16 @@ class DeepSpeedStrategy(Strategy):
 
         into = {name: torch.zeros(shape, dtype=dtype) for name, (shape, dtype) in saved.items()}
         read(into)
-        trained = self._trained(module)
+        partitions = self._flat_partitions()
+        trained = {canonical_name(n): p for n, p in module.named_parameters() if id(p) in partitions}
         values = {**plain, **into}
         # A fresh engine has no optimizer state before its first step: make it, so that there is something to fill.
         for name, value in values.items():
             owner, _, key = name.rpartition("/")
-            flat = self._flat_of(trained[owner])
-            sharded = isinstance(value, Tensor) and value.numel() == math.prod(_shape(trained[owner])) and value.dim() > 0
+            flat = partitions[id(trained[owner])]
+            sharded = (
+                isinstance(value, Tensor) and value.numel() == math.prod(_shape(trained[owner])) and value.dim() > 0
+            )
             if sharded:
                 self._zero.optimizer.state[flat].setdefault(key, torch.zeros_like(flat))
             else:
@@ -361,6 +359,18 @@ class DeepSpeedStrategy(Strategy):
 
     def param_group_names(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> list[list[list[str]]]:
         return self._group_names
+
+
+def _skip_shared_memory_operator() -> None:
+    """Keeps DeepSpeed from compiling a C++ operator when its communication starts.
+
+    DeepSpeed 0.19.8 builds `deepspeed_shm_comm` on the CPU at every first start, for inference only. A process that is killed
+    meanwhile leaves a lock file behind, on which every later start waits for ever; gloo does the same work.
+    `tests/test_strategies_on_cpu.py` checks that DeepSpeed still does so.
+    """
+    import deepspeed
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
 def _shape(parameter: nn.Parameter) -> tuple[int, ...]:

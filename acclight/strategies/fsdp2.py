@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from accelerate.utils import FullyShardedDataParallelPlugin
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -58,7 +59,9 @@ class FSDP2Strategy(Strategy):
         self.reshard_after_forward = reshard_after_forward
         self.cpu_offload = cpu_offload
         self.auto_wrap_policy = auto_wrap_policy.upper()
-        self.transformer_cls_names_to_wrap = list(transformer_cls_names_to_wrap) if transformer_cls_names_to_wrap else None
+        self.transformer_cls_names_to_wrap = (
+            list(transformer_cls_names_to_wrap) if transformer_cls_names_to_wrap else None
+        )
         self.min_num_params = min_num_params
         self.activation_checkpointing = activation_checkpointing
         self.ignored_modules = ignored_modules
@@ -96,7 +99,9 @@ class FSDP2Strategy(Strategy):
         present = {type(m).__name__ for m in step_module.modules()}
         step_module._no_split_modules = sorted(layers & present)  # type: ignore[assignment]
         # Evaluation has no optimizer, and Accelerate shards only a pair: one that never steps makes the pair.
-        stand_in = [] if optimizers else [torch.optim.SGD([p for p in step_module.parameters()], lr=0.0)]
+        if not self.cpu_ram_efficient_loading:
+            _copy_from_first_rank(step_module)
+        stand_in = [] if optimizers else [torch.optim.SGD(step_module.parameters(), lr=0.0)]
         super().prepare(accelerator, step_module, [*optimizers, *stand_in])
         if stand_in:
             self._optimizers = []
@@ -132,6 +137,15 @@ class FSDP2Strategy(Strategy):
 
     def summary(self) -> str:
         return f"fsdp2 ({self.auto_wrap_policy.lower()}, reshard_after_forward={self.reshard_after_forward})"
+
+
+def _copy_from_first_rank(module: nn.Module) -> None:
+    """Gives every rank rank 0's weights: `fully_shard` cuts what it finds, and ranks that were not seeded alike differ."""
+    if dist.get_world_size() == 1:
+        return
+    for tensor in (*module.parameters(), *module.buffers()):
+        if not isinstance(tensor, DTensor) and not tensor.is_meta:
+            dist.broadcast(tensor.detach(), src=0)
 
 
 def _policy(precision: str) -> Any:

@@ -21,7 +21,9 @@ def launched() -> bool:
 
 def default_backend(device_type: str) -> str:
     """The backend for a device type; accelerators get gloo beside theirs, for objects and checkpoints on the CPU."""
-    native = {"cuda": "nccl", "xpu": "xccl", "hpu": "hccl", "npu": "hccl", "mlu": "cncl", "musa": "mccl"}.get(device_type)
+    native = {"cuda": "nccl", "xpu": "xccl", "hpu": "hccl", "npu": "hccl", "mlu": "cncl", "musa": "mccl"}.get(
+        device_type
+    )
     return f"{device_type}:{native},cpu:gloo" if native else "gloo"
 
 
@@ -42,7 +44,10 @@ def join(backend: str, timeout: timedelta) -> None:
         dist.init_process_group(backend, timeout=timeout, device_id=device)
     else:
         # A store in memory: a group of one needs no port and leaves no trace in the environment.
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+        dist.init_process_group(
+            backend,
+            store=dist.HashStore(),  # type: ignore[attr-defined], rank=0, world_size=1, timeout=timeout
+        )
     atexit.register(_leave)
 
 

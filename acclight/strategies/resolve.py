@@ -55,7 +55,9 @@ def resolve_strategy(strategy: str | Strategy) -> Strategy:
             f"strategy={chosen.name!r}, but the launcher set up {launch!r}: change one of them, or use strategy='auto'"
         )
     if chosen.kind == "single" and world > 1:
-        raise ValueError(f"strategy='single', but the launcher started {world} processes: start one, or use strategy='ddp'")
+        raise ValueError(
+            f"strategy='single', but the launcher started {world} processes: start one, or use strategy='ddp'"
+        )
     return chosen
 
 
@@ -63,7 +65,7 @@ _NAMES_TO_KIND = {name: name.partition("_stage")[0] for name in _NAMES}
 
 
 def launched_kind() -> str | None:
-    """"fsdp2", "deepspeed" or "ddp" where a launcher says so (accelerate launch, torchrun); None for a plain start."""
+    """The kind "fsdp2", "deepspeed" or "ddp" where a launcher says so (accelerate launch, torchrun); None for a plain start."""
     if _flag("ACCELERATE_USE_DEEPSPEED"):
         return "deepspeed"
     if _flag("ACCELERATE_USE_FSDP"):

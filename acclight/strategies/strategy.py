@@ -92,9 +92,9 @@ class Strategy:
     def backward(self, loss: Tensor) -> None:
         """Adds the gradient of `loss` (a scalar; already weighted) to what the window holds."""
         if self._scaler is None:
-            loss.backward()
+            torch.autograd.backward(loss)
         else:
-            self._scaler.scale(loss).backward()
+            torch.autograd.backward(self._scaler.scale(loss))
 
     def unscale(self, optimizer_index: int) -> None:
         """Takes the fp16 loss scale out of the gradients of one optimizer."""
@@ -203,7 +203,9 @@ class Strategy:
     def param_group_names(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> list[list[list[str]]]:
         """The parameter names of every group of every optimizer."""
         names = {id(p): canonical_name(name) for name, p in module.named_parameters()}
-        return [[[names[id(p)] for p in group["params"]] for group in optimizer.param_groups] for optimizer in optimizers]
+        return [
+            [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups] for optimizer in optimizers
+        ]
 
     def summary(self) -> str:
         """One phrase for the start-up summary."""

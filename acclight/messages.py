@@ -1,0 +1,25 @@
+"""What acclight says to the person who runs it: plain lines on standard error, once, from rank 0."""
+
+from __future__ import annotations
+
+import logging
+
+from lightning_utilities.core.rank_zero import rank_zero_only, rank_zero_warn
+
+_logger = logging.getLogger("acclight")
+
+
+def info(text: str) -> None:
+    """Says something on rank 0, through the logger "acclight"; shown unless the program has set that logger otherwise."""
+    if getattr(rank_zero_only, "rank", 0) not in (0, None):
+        return
+    if not _logger.hasHandlers():
+        # A program without any logging set-up would see nothing below a warning.
+        _logger.addHandler(logging.StreamHandler())
+        _logger.setLevel(logging.INFO)
+    _logger.info(text)
+
+
+def warn(text: str) -> None:
+    """Warns on rank 0."""
+    rank_zero_warn(text, stacklevel=4)
