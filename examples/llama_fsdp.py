@@ -18,18 +18,20 @@ A run that was stopped goes on, also with another strategy or another number of 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import csv
 import difflib
 import math
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
-from packed_text import END_OF_TEXT, PackedText, Text, TextError, files_text, hf_dataset_text, stdlib_text
+from packed_text import PackedText, TextError, files_text, hf_dataset_text, stdlib_text
+from tokenizers import Tokenizer
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from torch.optim import AdamW, Optimizer
@@ -37,7 +39,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from torchmetrics import MeanMetric
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from acclight import Trainer, TrainModule, seed_everything
+from acclight import Trainer, TrainModule, checkpoint, seed_everything
 from acclight.callbacks import ModelCheckpoint, ThroughputMonitor
 from acclight.loggers import CSVLogger, TensorBoardLogger
 
@@ -150,16 +152,14 @@ def warmup_then_cosine(step: int, total: int) -> float:
 # --- after the training -----------------------------------------------------------------------------------------------
 
 
-def write_sample(checkpoint: Path, data: PackedText, prompt: str, tokens: int) -> str:
-    """What the model of a checkpoint writes behind `prompt`."""
-    model = Llama.load_from_checkpoint(checkpoint).model.eval()
-    tokenizer = data.tokenizer()
-    start = torch.tensor([tokenizer.encode(prompt).ids])
+def write_sample(saved: Path, tokenizer: Tokenizer, tokens: int) -> str:
+    """What the model of a checkpoint writes behind "def "; whole weights on one process, whatever strategy saved them."""
+    model = Llama.load_from_checkpoint(saved).model.eval()
+    start = torch.tensor([tokenizer.encode("def ").ids])
     torch.manual_seed(0)
-    written = model.generate(
-        start, attention_mask=torch.ones_like(start), max_new_tokens=tokens, do_sample=True, temperature=0.8, top_k=40,
-        use_cache=True, pad_token_id=tokenizer.token_to_id(END_OF_TEXT),
-    )  # fmt: skip
+    settings = {"do_sample": True, "temperature": 0.8, "top_k": 40, "pad_token_id": 0}
+    # Under ZeRO-3 transformers would wait for the other ranks, which do not generate.
+    written = model.generate(start, max_new_tokens=tokens, synced_gpus=False, **settings)
     return tokenizer.decode(written[0].tolist())
 
 
@@ -190,32 +190,25 @@ def plot_loss(metrics: Path, png: Path, vocab_size: int) -> None:
     pyplot.close(figure)
 
 
-def report(run: Run, checkpoint: Path, data: PackedText, vocab_size: int, prompt: str, tokens: int) -> None:
+def report(run: Run, tokenizer: Tokenizer, vocab_size: int, sample_tokens: int) -> None:
     """Says how it went and where everything is."""
+    saved = checkpoint.latest(run.checkpoints)
+    if saved is not None and sample_tokens > 0:
+        print(f"\n--- a sample ---\n{write_sample(saved, tokenizer, sample_tokens)}\n---\n")
     plot_loss(run.metrics, run.png, vocab_size)
-    print(f"\n--- a sample ---\n{write_sample(checkpoint, data, prompt, tokens)}\n---\n")
     steps, losses = read_curve(run.metrics, "val/loss")
-    if losses:
-        share = losses[-1] / math.log(vocab_size)
-        print(f"validation loss  {losses[0]:.4f} at step {steps[0]}, {losses[-1]:.4f} at step {steps[-1]}")
-        print(f"                 {share:.1%} of ln({vocab_size}), the loss of a guess")
+    for step, loss in list(zip(steps, losses, strict=True))[:: max(1, len(steps) - 1)]:
+        print(f"validation loss  {loss:.4f} at step {step}: {loss / math.log(vocab_size):.1%} of ln({vocab_size})")
     _, speeds = read_curve(run.metrics, "throughput/items_per_sec")
-    if speeds:
-        print(f"speed            {speeds[-1]:,.0f} tokens per second")
-    print(f"loss curve       {run.png}")
-    print(f"checkpoint       {checkpoint}")
-    print(f"TensorBoard      tensorboard --logdir {run.tensorboard}")
+    print(f"speed            {speeds[-1]:,.0f} tokens/s" if speeds else "speed            not logged")
+    print(f"loss curve       {run.png}\ncheckpoint       {saved}\nTensorBoard      {run.tensorboard}")
 
 
 # --- the run ----------------------------------------------------------------------------------------------------------
 
 
 class Run:
-    """The folder of a run, and what is where in it.
-
-    Args:
-        out: The folder.
-    """
+    """The folder of a run, and what is where in it."""
 
     def __init__(self, out: Path) -> None:
         self.out = out
@@ -242,14 +235,18 @@ def main() -> None:
     parser, args = parse()
     preset, run = PRESETS[args.preset], Run(args.out)
     vocab_size = preset.shape["vocab_size"]
-    seed_everything(args.seed)
     try:
-        data = PackedText(
-            open_text(args), vocab_size=vocab_size, seq_len=args.seq_len, batch_size=args.batch_size, cache=args.cache
+        seed_everything(args.seed)
+        text = (
+            files_text(args.text)
+            if args.text
+            else hf_dataset_text(args.hf_dataset)
+            if args.hf_dataset
+            else stdlib_text()
         )
+        data = PackedText(text, args.cache, vocab_size=vocab_size, seq_len=args.seq_len, batch_size=args.batch_size)
         if args.resume is None and os.environ.get("RANK", "0") == "0":
             run.set_aside_earlier()
-        saver = ModelCheckpoint(run.checkpoints, every_n_train_steps=args.save_every, save_last=True, save_top_k=2)
         trainer = Trainer(
             strategy=args.strategy or launched_strategy(),
             precision=args.precision,
@@ -259,37 +256,33 @@ def main() -> None:
             val_check_interval=args.val_every,
             log_every_n_steps=args.log_every,
             num_sanity_val_steps=0,
-            callbacks=[saver, ThroughputMonitor(len, length_fn=lambda batch: len(batch) * args.seq_len)],
+            callbacks=[
+                ModelCheckpoint(run.checkpoints, every_n_train_steps=args.save_every, save_last=True, save_top_k=2),
+                ThroughputMonitor(len, length_fn=lambda batch: len(batch) * args.seq_len),
+            ],
             logger=[
                 CSVLogger(run.out, name="", version="metrics"),
                 TensorBoardLogger(run.out, name="", version="tensorboard"),
             ],
             default_root_dir=run.out,
         )
-    except ValueError as error:
+    except (ValueError, ImportError) as error:
         parser.error(str(error))
     module = Llama(preset.shape, args.learning_rate, args.seed)
     try:
-        if not run.checkpoints.exists():
+        if args.resume is None:
             trainer.validate(module, datamodule=data)  # the curve's first point: about ln(vocabulary)
         trainer.fit(module, datamodule=data, ckpt_path=args.resume)
-    except TextError as error:
+    except (TextError, checkpoint.CheckpointError) as error:
         parser.error(str(error))
     if trainer.is_global_zero:
-        report(run, Path(saver.last_model_path), data, vocab_size, args.prompt, args.sample_tokens)
+        report(run, data.tokenizer(), vocab_size, args.sample_tokens)
 
 
 def launched_strategy() -> str:
-    """ "auto" where `accelerate launch` has set up a strategy; FSDP2 for its single process, torchrun and plain Python."""
+    """FSDP2 for plain Python, torchrun and a plain `accelerate launch`; else "auto", which follows the launch file."""
     processes = "ACCELERATE_MIXED_PRECISION" in os.environ and "RANK" in os.environ
     return "auto" if processes or "ACCELERATE_USE_DEEPSPEED" in os.environ else "fsdp2"
-
-
-def open_text(args: argparse.Namespace) -> Text:
-    """The text that the arguments ask for."""
-    if args.text:
-        return files_text(args.text)
-    return hf_dataset_text(args.hf_dataset) if args.hf_dataset else stdlib_text()
 
 
 # --- arguments --------------------------------------------------------------------------------------------------------
@@ -307,7 +300,7 @@ class Parser(argparse.ArgumentParser):
         sys.exit(2)
 
 
-def one_of(kind: str, names: Sequence[str]) -> Any:
+def one_of(kind: str, names: Collection[str]) -> Callable[[str], str]:
     """An argument's type: one of the names; the nearest is named for any other."""
 
     def check(name: str) -> str:
@@ -320,78 +313,66 @@ def one_of(kind: str, names: Sequence[str]) -> Any:
     return check
 
 
-def at_least_one(text: str) -> int:
+def whole(text: str) -> int:
     """An argument's type: a whole number, 1 or more."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} must be a whole number, 1 or more")
     return int(text)
 
 
+def rate(text: str) -> float:
+    """An argument's type: a number between 0 and 1."""
+    with contextlib.suppress(ValueError):
+        if 0.0 < float(text) < 1.0:
+            return float(text)
+    raise argparse.ArgumentTypeError(f"{text!r} must be a number between 0 and 1")
+
+
 def parse(arguments: Sequence[str] | None = None) -> tuple[Parser, argparse.Namespace]:
-    """Reads and checks the command line."""
+    """Reads and checks the command line; what is left out comes from the preset."""
     raw = argparse.RawDescriptionHelpFormatter
     parser = Parser(prog="llama_fsdp.py", description=__doc__, formatter_class=raw, allow_abbrev=False)
-    source = parser.add_mutually_exclusive_group()
-    add, number = parser.add_argument, at_least_one
-    source.add_argument(
-        "--text", nargs="+", metavar="PATH", help="text files, or folders with some; default: Python's library"
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "acclight" / "text"
+    preset, strategy, precision = (
+        one_of("preset", PRESETS),
+        one_of("strategy", STRATEGIES),
+        one_of("precision", PRECISIONS),
     )
-    source.add_argument(
-        "--hf-dataset", metavar="NAME[:CONFIG]", help="a dataset of the Hugging Face Hub, or a local folder"
-    )
-    add("--preset", type=one_of("preset", list(PRESETS)), default="tiny", help=f"{', '.join(PRESETS)}; default tiny")
-    add("--seq-len", type=number, help="tokens of a sequence; default: the preset's")
-    add("--batch-size", type=number, help="sequences of a batch on one process; default: the preset's")
-    add("--accumulate", type=number, default=1, help="batches in one optimizer step; default 1")
-    add("--max-steps", type=number, help="optimizer steps in all; default: the preset's")
-    add("--learning-rate", type=float, help="the highest; default: the preset's")
-    add(
-        "--strategy",
-        type=one_of("strategy", STRATEGIES),
-        help=f"{', '.join(STRATEGIES)}; default: the launcher's, or fsdp2",
-    )
-    add(
-        "--precision",
-        type=one_of("precision", PRECISIONS),
-        help=f"{', '.join(PRECISIONS)}; default: the launcher's, or 32",
-    )
-    add(
-        "--resume",
-        nargs="?",
-        const="auto",
-        help="go on from a checkpoint folder; alone or with auto: the newest in --out",
-    )
+    add, text = parser.add_argument, parser.add_mutually_exclusive_group().add_argument
+    text("--text", nargs="+", metavar="PATH", help="text files or folders; default: Python's standard library")
+    text("--hf-dataset", metavar="NAME[:CONFIG]", help="a dataset of the Hugging Face Hub, or a local folder")
+    add("--preset", type=preset, default="tiny", metavar="NAME", help=f"{', '.join(PRESETS)}; default tiny")
+    add("--seq-len", type=whole, metavar="N", help="tokens of a sequence")
+    add("--batch-size", type=whole, metavar="N", help="sequences of a batch on one process")
+    add("--accumulate", type=whole, default=1, metavar="N", help="batches of an optimizer step; default 1")
+    add("--max-steps", type=whole, metavar="N", help="optimizer steps in all")
+    add("--learning-rate", type=rate, metavar="RATE", help="the highest, after the warm-up")
+    add("--strategy", type=strategy, metavar="NAME", help=f"{', '.join(STRATEGIES)}; default: the launcher's, or fsdp2")
+    add("--precision", type=precision, metavar="NAME", help=f"{', '.join(PRECISIONS)}; default: the launcher's, or 32")
+    add("--resume", nargs="?", const="auto", metavar="FOLDER", help="a checkpoint; alone or auto: the newest in --out")
     add("--out", type=Path, default=Path("runs/llama"), help="folder of the run; default runs/llama")
-    add("--cache", type=Path, default=default_cache(), help=f"folder of tokenized texts; default {default_cache()}")
-    add("--val-every", type=number, default=100, help="steps between validations; default 100")
-    add("--save-every", type=number, default=100, help="steps between checkpoints; default 100")
-    add("--log-every", type=number, default=10, help="steps between logged values; default 10")
+    add("--cache", type=Path, default=cache, help=f"folder of tokenized texts; default {cache}")
+    add("--val-every", type=whole, default=100, metavar="N", help="steps between validations; default 100")
+    add("--save-every", type=whole, default=100, metavar="N", help="steps between checkpoints; default 100")
+    add("--log-every", type=whole, default=10, metavar="N", help="steps between logged values; default 10")
     add("--seed", type=int, default=0, help="of weights and data order; default 0")
-    add("--prompt", default="def ", help="what the sample begins with; default 'def '")
-    add("--sample-tokens", type=number, default=100, help="tokens of the sample; default 100")
+    add("--sample-tokens", type=int, default=100, metavar="N", help="tokens of the sample; default 100, 0 for none")
     args, unknown = parser.parse_known_args(arguments)
     if unknown:
         near = difflib.get_close_matches(unknown[0], list(parser._option_string_actions), n=1)
         parser.error(f"unknown argument {unknown[0]}; {f'did you mean {near[0]}?' if near else '--help lists all'}")
-    preset = PRESETS[args.preset]
+    chosen = PRESETS[args.preset]
     for name in ("seq_len", "batch_size", "max_steps", "learning_rate"):
         if getattr(args, name) is None:
-            setattr(args, name, getattr(preset, name))
-    most = preset.shape["max_position_embeddings"]
+            setattr(args, name, getattr(chosen, name))
+    most = chosen.shape["max_position_embeddings"]
     if args.seq_len > most:
-        parser.error(
-            f"--seq-len {args.seq_len} is beyond the {most} positions of --preset {args.preset}; give {most} or less"
-        )
-    if args.resume not in (None, "auto", "last") and not Path(args.resume).is_dir():
-        parser.error(
-            f"--resume {args.resume}: there is no such checkpoint folder; --resume auto takes the newest in {args.out}"
-        )
+        parser.error(f"--seq-len {args.seq_len}: preset {args.preset} has {most} positions; give {most} or less")
+    if args.resume not in (None, "auto") and not Path(args.resume).is_dir():
+        parser.error(f"--resume {args.resume}: no such checkpoint folder; --resume auto takes the newest in {args.out}")
+    if args.out.exists() and not args.out.is_dir():
+        parser.error(f"--out {args.out} is a file; give a folder")
     return parser, args
-
-
-def default_cache() -> Path:
-    """Where tokenized texts are kept between runs."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "acclight" / "text"
 
 
 if __name__ == "__main__":

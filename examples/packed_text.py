@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib
 import itertools
 import json
 import os
@@ -109,7 +110,7 @@ def hf_dataset_text(name: str) -> Text:
         TextError: Without the package `datasets`, when it cannot load the dataset, or when no column holds strings.
     """
     try:
-        import datasets
+        datasets: Any = importlib.import_module("datasets")
     except ImportError:
         raise TextError(f"--hf-dataset {name} needs the package datasets; run: pip install datasets") from None
     path, _, configuration = name.partition(":")
@@ -232,15 +233,22 @@ class PackedText(DataModule):
 
     Args:
         text: The documents.
+        cache: The folder of all prepared texts; each lies in a folder named by what it was made from.
         vocab_size: Of the tokenizer, at most.
         seq_len: Tokens of an input.
         batch_size: Sequences of a batch on one rank.
-        cache: The folder of all prepared texts; each lies in a folder named by what it was made from.
         val_sequences: Validate on at most so many sequences.
     """
 
     def __init__(
-        self, text: Text, *, vocab_size: int, seq_len: int, batch_size: int, cache: str | Path, val_sequences: int = 256
+        self,
+        text: Text,
+        cache: str | Path,
+        *,
+        vocab_size: int,
+        seq_len: int,
+        batch_size: int,
+        val_sequences: int = 256,
     ) -> None:
         self.text = text
         self.vocab_size = vocab_size

@@ -284,16 +284,14 @@ def test_older_one_is_deleted_only_after_the_newer_is_good(tmp_path: Path, monke
 
 
 def test_save_that_fails_leaves_the_older_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from acclight.checkpoint import snapshot
-
-    write = snapshot.write
+    from acclight.checkpoint import write
 
     def full(path: Path, **parts: Any) -> Path:
         if path.name == "step-00000006":
             raise OSError(28, "No space left on device", str(path))
         return write(path, **parts)
 
-    monkeypatch.setattr(snapshot, "write", full)
+    monkeypatch.setattr("acclight.checkpoint.snapshot.write", full)
     callback = ModelCheckpoint(tmp_path / "ckpt", every_n_train_steps=3)
     with pytest.raises(OSError, match="No space left on device"):
         fit(tmp_path, callback)

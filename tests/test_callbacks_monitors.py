@@ -28,7 +28,7 @@ class Notes(Logger):
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
         self.rows.append((step, dict(metrics)))
 
-    def of(self, name: str) -> list[tuple[int, float]]:
+    def of(self, name: str) -> list[tuple[int, Any]]:
         return [(step, row[name]) for step, row in self.rows if name in row]
 
     @property
@@ -44,7 +44,8 @@ class Net(TrainModule):
         self.make_optimizers = optimizers
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        return self.second(self.first(batch)).square().mean()
+        output: Tensor = self.second(self.first(batch))
+        return output.square().mean()
 
     def validation_step(self, batch: Tensor, batch_idx: int, dataloader_idx: int = 0) -> None:
         time.sleep(0.05)
@@ -103,10 +104,8 @@ def test_rate_per_epoch(tmp_path: Path) -> None:
 
 def test_names_of_groups_and_schedulers(tmp_path: Path) -> None:
     def groups(module: Net) -> Any:
-        return torch.optim.Adam(
-            [{"params": module.first.parameters(), "lr": 0.1}, {"params": module.second.parameters(), "name": "head"}],
-            lr=0.2,
-        )
+        first: dict[str, Any] = {"params": module.first.parameters(), "lr": 0.1}
+        return torch.optim.Adam([first, {"params": module.second.parameters(), "name": "head"}], lr=0.2)
 
     notes = fit(tmp_path, LearningRateMonitor(), Net(groups), max_steps=1)
     assert notes.of("lr-Adam/pg1") == [(1, 0.1)]

@@ -408,7 +408,7 @@ def test_display_in_a_notebook(
     monkeypatch: pytest.MonkeyPatch, shell: str, widgets: bool, kind: type[Progress]
 ) -> None:
     ipython = SimpleNamespace(get_ipython=type(shell, (), {}))
-    monkeypatch.setitem(sys.modules, "IPython", ipython)  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "IPython", ipython)
     monkeypatch.setattr(
         "acclight.callbacks.progress.find_spec", lambda name: object() if widgets and name == "ipywidgets" else None
     )

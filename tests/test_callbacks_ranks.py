@@ -33,7 +33,8 @@ class Net(TrainModule):
         self.second = nn.Linear(5, 1)
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        return self.second(self.first(batch)).square().mean()
+        output: Tensor = self.second(self.first(batch))
+        return output.square().mean()
 
     def validation_step(self, batch: Tensor, batch_idx: int, dataloader_idx: int = 0) -> None:
         # Odd epochs are better on rank 0 and worse on rank 1; over both ranks they are better by 1.
@@ -58,7 +59,7 @@ def trainer(root: Path, strategy: str, *callbacks: Callback, **arguments: Any) -
 def same_on_all_ranks(value: Any) -> bool:
     values: list[Any] = [None, None]
     dist.all_gather_object(values, value)
-    return values[0] == values[1]
+    return bool(values[0] == values[1])
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])

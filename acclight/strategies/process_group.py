@@ -44,10 +44,8 @@ def join(backend: str, timeout: timedelta) -> None:
         dist.init_process_group(backend, timeout=timeout, device_id=device)
     else:
         # A store in memory: a group of one needs no port and leaves no trace in the environment.
-        dist.init_process_group(
-            backend,
-            store=dist.HashStore(),  # type: ignore[attr-defined], rank=0, world_size=1, timeout=timeout
-        )
+        store = dist.HashStore()  # type: ignore[attr-defined]
+        dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
     atexit.register(_leave)
 
 
