@@ -17,15 +17,15 @@ import torch
 
 from acclight.callback import Callback, Hooks
 from acclight.checkpoint import snapshot
-from acclight.checkpoint.reader import Reader
 from acclight.core import AcceleratorCore
-from acclight.data import EvalData, TrainData
+from acclight.data import TrainData
 from acclight.logging import MetricStore
 from acclight.logging.store import Shown
-from acclight.loops.evaluate import evaluate, predict
+from acclight.loops.evaluate import evaluate, evaluation_data, predict
 from acclight.loops.fit import FitLoop
-from acclight.loops.optimizers import SchedulerConfig, read_optimizers, step_schedulers
+from acclight.loops.optimizers import SchedulerConfig, read_optimizers
 from acclight.loops.progress import Progress as Counts
+from acclight.loops.validation import FitValidation
 from acclight.messages import info, warn
 from acclight.strategies.resolve import resolve_strategy
 
@@ -180,8 +180,7 @@ class Trainer:
         self.optimizers: list[torch.optim.Optimizer] = []
         self.lr_scheduler_configs: list[SchedulerConfig] = []
         self.data: TrainData | None = None
-        self.val_data: dict[str, EvalData] = {}
-        self._val_loaders: dict[str, Any] = {}
+        self.validation: FitValidation | None = None
         self.datamodule: DataModule | None = None
         self.hooks: Hooks
         self._module: TrainModule | None = None
@@ -275,20 +274,19 @@ class Trainer:
             self.data = TrainData(
                 source, rank=self.global_rank, world_size=self.world_size, seed=seed, limit=self.limits["train"]
             )
-            self._val_loaders = self._eval_loaders("validation", val_dataloaders)
-            self.val_data = self._eval_data("validation", self._val_loaders, self.limits["validation"])
-            self._set_validation_interval()
-            reader = self._find_checkpoint(ckpt_path)
+            self.validation = FitValidation(self, self._eval_loaders("val", val_dataloaders))
+            reader = snapshot.find(self, ckpt_path)
             self._prepare(training=True)
             if reader is not None:
                 snapshot.restore(self, reader)
                 info(f"resumed from {reader.path} at step {self.global_step}")
-            self._loop = FitLoop(self, self.core, module, self.data)
+            self._loop = FitLoop(self, self.core, module, self.data, self.validation)
             info(self._summary(source))
             self._log_hyperparams()
             for call in self.hooks.on_fit_start:
                 call()
-            self._sanity_check()
+            if self.global_step == 0 and not self._loop.limit_reached():
+                self.validation.sanity_check()
             self._loop.run()
             for call in self.hooks.on_fit_end:
                 call()
@@ -328,7 +326,9 @@ class Trainer:
             several); None with `return_predictions=False`.
         """
         with self._running("predict", self._module_for("predict", module), datamodule):
-            loaders = self._eval_data("predict", self._eval_loaders("predict", dataloaders), self.limits["predict"])
+            loaders = evaluation_data(
+                self, "predict", self._eval_loaders("predict", dataloaders), self.limits["predict"]
+            )
             self._prepare(training=False)
             self._load_weights(ckpt_path)
             results = predict(self, loaders, return_predictions)
@@ -448,7 +448,8 @@ class Trainer:
     @property
     def num_val_batches(self) -> list[int | float]:
         """Batches of this rank per validation loader."""
-        return [math.inf if d.num_batches is None else d.num_batches for d in self.val_data.values()]
+        data = self.validation.data.values() if self.validation is not None else ()
+        return [math.inf if one.num_batches is None else one.num_batches for one in data]
 
     @property
     def steps_per_epoch(self) -> int | float:
@@ -473,7 +474,7 @@ class Trainer:
     @property
     def validation_due(self) -> bool:
         """A validation follows the step that has just been done."""
-        return self._loop is not None and self._loop.validation_due()
+        return self.validation is not None and self.validation.due_after_step()
 
     @property
     def manual_optimization(self) -> bool:
@@ -502,41 +503,10 @@ class Trainer:
             for one in self.loggers:
                 one.log_metrics({**shown.logger, "epoch": float(self.current_epoch)}, step=self.global_step)
 
-    def validates_at_epoch_end(self, epoch: int) -> bool:
-        """A validation belongs to the end of this epoch."""
-        if not self.val_data or self.val_every_n_steps is not None:
-            return False
-        return (epoch + 1) % self.check_val_every_n_epoch == 0
-
-    def validate_within_fit(self) -> None:
-        """A validation in the middle or at the end of an epoch."""
-        self.validating = True
-        try:
-            shown = evaluate(self, "validation", self.val_data)
-            if not self.sanity_checking:
-                self.progress.validated_at = self.global_step
-            self.show(shown)
-            for call in self.hooks.on_validation_end:
-                call()
-            if not self.sanity_checking:
-                self._step_plateau_schedulers(set(shown.callback))
-        finally:
-            self.validating = False
-
-    def step_epoch_schedulers(self) -> None:
-        """Schedulers that count epochs, at the end of one."""
-        watched = set(self.metrics.train)
-        step_schedulers(
-            [c for c in self.lr_scheduler_configs if not c.reduce_on_plateau or c.monitor in watched],
-            "epoch", self.current_epoch + 1, self.callback_metrics, fresh=True,
-        )  # fmt: skip
-
-    def _step_plateau_schedulers(self, fresh: set[str]) -> None:
-        for interval, count in (("epoch", self.current_epoch + 1), ("step", self.global_step)):
-            watching = [
-                c for c in self.lr_scheduler_configs if c.reduce_on_plateau and c.monitor not in self.metrics.train
-            ]
-            step_schedulers(watching, interval, count, {n: self.callback_metrics[n] for n in fresh}, fresh=True)
+    def forget_metrics(self) -> None:
+        """Drops what was shown so far."""
+        self.callback_metrics.clear()
+        self._shown_in_progress.clear()
 
     def save_pending(self) -> None:
         """Writes the checkpoints that were asked for inside the window that has just ended."""
@@ -642,9 +612,8 @@ class Trainer:
         make = getattr(owner, name, None)
         return make() if make is not None else None
 
-    def _eval_loaders(self, stage: str, given: Any) -> dict[str, Any]:
+    def _eval_loaders(self, name: str, given: Any) -> dict[str, Any]:
         """The user's evaluation loaders by name; the name of a single one is empty."""
-        name = {"validation": "val", "test": "test", "predict": "predict"}[stage]
         source = self._source(f"{name}_dataloader", given)
         if source is None:
             if self.state == "fit":
@@ -658,56 +627,6 @@ class Trainer:
             return {"" if len(source) == 1 else f"dataloader_idx_{i}": loader for i, loader in enumerate(source)}
         return {"": source}
 
-    def _eval_data(self, stage: str, loaders: Mapping[str, Any], limit: int | float) -> dict[str, EvalData]:
-        """What this rank reads of them; an empty one is left out."""
-        made = {
-            name: EvalData(loader, rank=self.global_rank, world_size=self.world_size, limit=limit)
-            for name, loader in loaders.items()
-        }
-        for name, data in made.items():
-            if data.rounds == 0 and limit != 0:
-                warn(f"the {stage} loader {name!r} has no batches and is skipped")
-        return {name: data for name, data in made.items() if data.rounds != 0}
-
-    def _set_validation_interval(self) -> None:
-        """`val_every_n_steps`: optimizer steps between validations inside epochs; None for the end of the epoch alone."""
-        interval = self.val_check_interval
-        self.val_every_n_steps: int | None = None
-        if not self.val_data or (interval == 1.0 and isinstance(interval, float)):
-            return
-        if isinstance(interval, int):
-            self.val_every_n_steps = interval
-            return
-        if math.isinf(self.steps_per_epoch):
-            raise ValueError(
-                f"val_check_interval={interval} is a fraction of an epoch, but the training loader has no length: "
-                "give a number of optimizer steps (an int)"
-            )
-        self.val_every_n_steps = max(1, int(self.steps_per_epoch * interval))
-
-    def _sanity_check(self) -> None:
-        """Tries some validation batches before training, without a trace in metrics, loggers or random state."""
-        if not self.val_data or not self.num_sanity_val_steps or self.global_step > 0 or self._loop is None:
-            return
-        if self._loop.limit_reached():
-            return
-        full = self.val_data
-        steps = self.num_sanity_val_steps
-        self.sanity_checking = True
-        try:
-            if steps > 0:
-                self.val_data = self._eval_data("validation", self._val_loaders, steps)
-            for call in self.hooks.on_sanity_check_start:
-                call()
-            self.validate_within_fit()
-            for call in self.hooks.on_sanity_check_end:
-                call()
-        finally:
-            self.val_data = full
-            self.sanity_checking = False
-            self.callback_metrics.clear()
-            self._shown_in_progress.clear()
-
     def _summary(self, loader: Any) -> str:
         """What is in force, in one line."""
         size = getattr(loader, "batch_size", None)
@@ -715,11 +634,7 @@ class Trainer:
         if size:
             whole = size * self.world_size * self.accumulate_grad_batches
             batch = f", effective batch {size} x {self.world_size} x {self.accumulate_grad_batches} = {whole}"
-        every = self.val_every_n_steps
-        validation = "no validation"
-        if self.val_data:
-            epochs = "" if self.check_val_every_n_epoch == 1 else f"{self.check_val_every_n_epoch} "
-            validation = f"validation every {epochs}epoch" if every is None else f"validation every {every} steps"
+        validation = self.validation.summary() if self.validation is not None else "no validation"
         precision = {"no": "32", "bf16": "bf16-mixed", "fp16": "16-mixed"}.get(self.core.precision, self.core.precision)
         return (
             f"fit: strategy {self.core.strategy.summary()}, {self.world_size} process(es) on "
@@ -748,7 +663,8 @@ class Trainer:
         ckpt_path: str | Path | None,
     ) -> list[dict[str, float]]:
         with self._running(state, self._module_for(state, module), datamodule):
-            loaders = self._eval_data(stage, self._eval_loaders(stage, dataloaders), self.limits[stage])
+            named = self._eval_loaders("val" if stage == "validation" else stage, dataloaders)
+            loaders = evaluation_data(self, stage, named, self.limits[stage])
             self._prepare(training=False)
             self._load_weights(ckpt_path)
             self.validating = stage == "validation"
@@ -764,35 +680,9 @@ class Trainer:
         return [{n: v for n, v in shown.callback.items() if n.endswith(f"/{key}")} for key in loaders]
 
     def _load_weights(self, ckpt_path: str | Path | None) -> None:
-        reader = self._find_checkpoint(ckpt_path)
+        reader = snapshot.find(self, ckpt_path)
         if reader is not None:
             snapshot.restore_weights(self, reader)
-
-    def _find_checkpoint(self, ckpt_path: str | Path | None) -> Reader | None:
-        if ckpt_path is None:
-            return None
-        if ckpt_path == "best":
-            best = getattr(self.checkpoint_callback, "best_model_path", "")
-            if not best:
-                raise ValueError("ckpt_path='best', but no ModelCheckpoint of this Trainer has saved anything yet")
-            return Reader(Path(best))
-        if ckpt_path in ("auto", "last"):
-            reader = Reader.latest(*self._checkpoint_folders())
-            if reader is None and ckpt_path == "last":
-                raise ValueError(f"ckpt_path='last', but there is no good checkpoint below {self.default_root_dir}")
-            return reader
-        return Reader(Path(ckpt_path))
-
-    def _checkpoint_folders(self) -> list[Path]:
-        """Where checkpoints of this and of earlier runs lie: the callbacks' folders and those below default_root_dir."""
-        from acclight.callbacks import ModelCheckpoint
-
-        own = [Path(c.dirpath) for c in self.callbacks if isinstance(c, ModelCheckpoint) and c.dirpath]
-        root = self.default_root_dir
-        below = [
-            folder for depth in ("", "*/", "*/*/") for folder in root.glob(f"{depth}checkpoints") if folder.is_dir()
-        ]
-        return list(dict.fromkeys(path.resolve() for path in (*own, *below)))
 
     def _save(self, path: Path, weights_only: bool) -> None:
         saved = snapshot.save(self, path, weights_only=weights_only)

@@ -39,7 +39,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from torchmetrics import MeanMetric
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from acclight import Trainer, TrainModule, checkpoint, seed_everything
+from acclight import Callback, Trainer, TrainModule, checkpoint, seed_everything
 from acclight.callbacks import ModelCheckpoint, ThroughputMonitor
 from acclight.loggers import CSVLogger, TensorBoardLogger
 
@@ -149,6 +149,16 @@ def warmup_then_cosine(step: int, total: int) -> float:
     return 0.1 + 0.45 * (1 + math.cos(math.pi * min(1.0, (step - warmup) / max(1, total - warmup))))
 
 
+class StartOfCurve(Callback):
+    """Logs the validation before the first step: about ln(vocabulary). The Trainer's own check of all batches gives it."""
+
+    def on_sanity_check_end(self, trainer: Trainer, module: TrainModule) -> None:
+        if trainer.is_global_zero:
+            values = {name: float(value) for name, value in trainer.callback_metrics.items()}
+            for logger in trainer.loggers:
+                logger.log_metrics({"epoch": 0, **values}, step=0)
+
+
 # --- after the training -----------------------------------------------------------------------------------------------
 
 
@@ -255,8 +265,9 @@ def main() -> None:
             gradient_clip_val=1.0,
             val_check_interval=args.val_every,
             log_every_n_steps=args.log_every,
-            num_sanity_val_steps=0,
+            num_sanity_val_steps=-1,
             callbacks=[
+                StartOfCurve(),
                 ModelCheckpoint(run.checkpoints, every_n_train_steps=args.save_every, save_last=True, save_top_k=2),
                 ThroughputMonitor(len, length_fn=lambda batch: len(batch) * args.seq_len),
             ],
@@ -270,8 +281,6 @@ def main() -> None:
         parser.error(str(error))
     module = Llama(preset.shape, args.learning_rate, args.seed)
     try:
-        if args.resume is None:
-            trainer.validate(module, datamodule=data)  # the curve's first point: about ln(vocabulary)
         trainer.fit(module, datamodule=data, ckpt_path=args.resume)
     except (TextError, checkpoint.CheckpointError) as error:
         parser.error(str(error))

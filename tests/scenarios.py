@@ -16,7 +16,7 @@ DISTRIBUTED = ["ddp", "fsdp2", "deepspeed_stage_1", "deepspeed_stage_2", "deepsp
 def quiet_trainer(**arguments: Any) -> Trainer:
     """A Trainer that writes nothing and shows nothing."""
     switches = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
-    return Trainer(**({name: False for name in switches} | arguments))
+    return Trainer(**(dict.fromkeys(switches, False) | arguments))
 
 
 def whole(trainer: Trainer, name: str) -> Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -48,13 +47,19 @@ def check(strategy: str, windows: str, clip: float | None, world: int) -> None:
     module = Tokens()
     recorder = Recorder(norms=True)
     trainer = quiet_trainer(
-        strategy=strategy, accumulate_grad_batches=accumulate, gradient_clip_val=clip, max_steps=STEPS, callbacks=recorder
+        strategy=strategy,
+        accumulate_grad_batches=accumulate,
+        gradient_clip_val=clip,
+        max_steps=STEPS,
+        callbacks=recorder,
     )
     trainer.fit(module, DataLoader(ragged_tokens(world * batches * MICRO), batch_size=MICRO))
     assert trainer.global_step == STEPS
     assert trainer.strategy.name == strategy
     for name, value in expected.items():
-        torch.testing.assert_close(whole(trainer, name), value, atol=1e-6, rtol=0.0, msg=lambda text, n=name: f"{n}: {text}")
+        torch.testing.assert_close(
+            whole(trainer, name), value, atol=1e-6, rtol=0.0, msg=lambda text, n=name: f"{n}: {text}"
+        )
     assert recorder.norms == pytest.approx(norms, abs=1e-6)
     assert module.head.weight is module.embedding.weight
 
@@ -85,5 +90,3 @@ def test_the_reference_feels_a_wrong_average() -> None:
 
     mean_of_means = (loss(rows[:4]) + loss(rows[4:])) / 2
     assert abs(float(mean_of_means - loss(rows))) > 1e-3
-
-

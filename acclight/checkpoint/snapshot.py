@@ -109,6 +109,32 @@ def restore(trainer: Trainer, reader: Reader) -> None:
         set_random_state(state)
 
 
+def find(trainer: Trainer, ckpt_path: str | Path | None) -> Reader | None:
+    """Opens what `ckpt_path` names: a folder, "last", "best" or "auto" (None when there is nothing yet). Collective."""
+    if ckpt_path is None:
+        return None
+    if ckpt_path == "best":
+        best = getattr(trainer.checkpoint_callback, "best_model_path", "")
+        if not best:
+            raise ValueError("ckpt_path='best', but no ModelCheckpoint of this Trainer has saved anything yet")
+        return Reader(best)
+    if ckpt_path not in ("auto", "last"):
+        return Reader(ckpt_path)
+    folders = _folders(trainer)
+    reader = Reader.latest(*folders)
+    if reader is None and ckpt_path == "last":
+        raise ValueError(f"ckpt_path='last', but there is no good checkpoint in {', '.join(map(str, folders))}")
+    return reader
+
+
+def _folders(trainer: Trainer) -> list[Path]:
+    """Where checkpoints of this and of earlier runs lie: the callbacks' folders, and `checkpoints` below default_root_dir."""
+    root = trainer.default_root_dir
+    own = [Path(folder) for c in trainer.callbacks if (folder := getattr(c, "dirpath", None))]
+    below = [folder for depth in ("", "*/", "*/*/") for folder in root.glob(f"{depth}checkpoints") if folder.is_dir()]
+    return list(dict.fromkeys(path.resolve() for path in (*own, *below, root / "checkpoints")))
+
+
 def restore_weights(trainer: Trainer, reader: Reader) -> None:
     """Loads the weights alone, and lets the module and the callbacks see what they added. Collective."""
     extra = reader.trainer.get("extra", {})

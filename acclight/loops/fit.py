@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from acclight.loops.optimizers import step_schedulers
+from acclight.loops.optimizers import step_epoch_schedulers, step_schedulers
 from acclight.messages import info, warn
 from acclight.module import LossSum, TrainModule
 
 if TYPE_CHECKING:
     from acclight.core import AcceleratorCore
     from acclight.data import TrainData
+    from acclight.loops.validation import FitValidation
     from acclight.trainer import Trainer
 
 
@@ -28,13 +29,17 @@ class FitLoop:
         core: The Accelerator core, with the model prepared.
         module: The user's module.
         data: What this rank reads of the training loader.
+        validation: The validations of this fit.
     """
 
-    def __init__(self, trainer: Trainer, core: AcceleratorCore, module: TrainModule, data: TrainData) -> None:
+    def __init__(
+        self, trainer: Trainer, core: AcceleratorCore, module: TrainModule, data: TrainData, validation: FitValidation
+    ) -> None:
         self.trainer = trainer
         self.core = core
         self.module = module
         self.data = data
+        self.validation = validation
         self.progress = trainer.progress
         self.counts_items = type(module).count_items is not TrainModule.count_items
         #: A window is under way, and its step is not counted yet.
@@ -96,9 +101,8 @@ class FitLoop:
                 trainer.save_pending()
                 if skip:
                     break
-                if self.validation_due():
-                    trainer.validate_within_fit()
-                    self.module.train()
+                if self.validation.due_after_step():
+                    self.validation.run()
                     trainer.save_pending()
                 if self.limit_reached():
                     cut_short = not self.epoch_exhausted()
@@ -112,13 +116,12 @@ class FitLoop:
     def end_epoch(self) -> None:
         """What belongs to the end of an epoch: validation, hooks, epoch metrics, schedulers; then the epoch counts as done."""
         trainer, progress, hooks = self.trainer, self.progress, self.trainer.hooks
-        if trainer.validates_at_epoch_end(progress.epoch) and progress.validated_at != progress.global_step:
-            trainer.validate_within_fit()
-            self.module.train()
+        if self.validation.due_at_epoch_end():
+            self.validation.run()
         for call in hooks.on_train_epoch_end:
             call()
         trainer.show(trainer.metrics.show_epoch())
-        trainer.step_epoch_schedulers()
+        step_epoch_schedulers(trainer)
         progress.epoch_done = True
         for call in hooks.on_train_epoch_end_last:
             call()
@@ -127,11 +130,6 @@ class FitLoop:
     def epoch_exhausted(self) -> bool:
         """Every batch of this epoch was trained on."""
         return self.data.num_batches is not None and self.data.batches_done >= self.data.num_batches
-
-    def validation_due(self) -> bool:
-        """A validation belongs after the window that has just ended."""
-        every = self.trainer.val_every_n_steps
-        return every is not None and self.progress.global_step % every == 0
 
     # -- one window ---------------------------------------------------------------------------------------------------
 

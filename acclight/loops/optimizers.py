@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+if TYPE_CHECKING:
+    from acclight.trainer import Trainer
 
 
 @dataclass
@@ -135,3 +138,19 @@ def step_schedulers(
                 )
             continue
         config.scheduler.step(metrics[config.monitor])
+
+
+def step_epoch_schedulers(trainer: Trainer) -> None:
+    """At the end of an epoch: schedulers that count epochs, and those that watch a metric of the training epoch."""
+    configs = [c for c in trainer.lr_scheduler_configs if not c.reduce_on_plateau or c.monitor in trainer.metrics.train]
+    step_schedulers(configs, "epoch", trainer.current_epoch + 1, trainer.callback_metrics, fresh=True)
+
+
+def step_plateau_schedulers(trainer: Trainer, fresh: set[str]) -> None:
+    """After a validation: schedulers that watch a metric which only validation logs."""
+    configs = [
+        c for c in trainer.lr_scheduler_configs if c.reduce_on_plateau and c.monitor not in trainer.metrics.train
+    ]
+    metrics = {name: trainer.callback_metrics[name] for name in fresh}
+    for interval, count in (("epoch", trainer.current_epoch + 1), ("step", trainer.global_step)):
+        step_schedulers(configs, interval, count, metrics, fresh=True)
