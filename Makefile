@@ -45,10 +45,11 @@ bench: $(VENV)/.stamp-demo ## Measure what importing acclight costs
 	$(BIN)/python benchmarks/startup.py --check
 
 wheel: $(VENV)/.stamp-test ## Build the source archive and the wheel into dist/
+	rm -rf build
 	$(BIN)/python -m build --no-isolation
 
 clean: ## Remove what these commands made
-	rm -rf $(VENV) build dist acclight.egg-info .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) .venv-ci build dist acclight.egg-info .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
 
 $(VENV)/.stamp-venv:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \

@@ -221,9 +221,9 @@ class Hooks:
             if name not in _OTHER_SIGNATURE and _module_overrides(module, name):
                 calls.append(getattr(module, name))
             last = [_of_callback(getattr(c, name), trainer, module) for c in written if c.runs_last]
-            if name == "on_train_epoch_end":
-                # Between the two come the epoch's metrics and schedulers, which the hook can add to and a save must hold.
-                self.on_train_epoch_end_last = tuple(last)
+            if name in ("on_step", "on_train_epoch_end"):
+                # Between the two come the values that are shown then, which the hook can add to and a save must hold.
+                setattr(self, f"{name}_last", tuple(last))
                 last = []
             setattr(self, name, (*calls, *last))
 

@@ -201,6 +201,10 @@ class AcceleratorCore:
 
     # -- across ranks -------------------------------------------------------------------------------------------------
 
+    def failed_elsewhere(self, error: BaseException) -> str | None:
+        """Reports this rank's exception to the others; returns what an earlier one of another rank was, if there is one."""
+        return process_group.report_failure(error)
+
     def barrier(self) -> None:
         """Waits until every rank is here."""
         if self.world_size > 1:

@@ -6,6 +6,7 @@ import difflib
 import functools
 import inspect
 import math
+import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -219,7 +220,7 @@ class Trainer:
     def _make_callbacks(
         self, given: Callback | Sequence[Callback] | None, progress: bool, checkpoints: bool, summary: bool
     ) -> list[Callback]:
-        callbacks = [] if given is None else [given] if isinstance(given, Callback) else list(given)
+        callbacks: list[Callback] = [] if given is None else [given] if isinstance(given, Callback) else list(given)
         for callback in callbacks:
             if not isinstance(callback, Callback):
                 raise TypeError(f"callbacks holds a {type(callback).__name__}, which is no acclight.Callback")
@@ -288,8 +289,14 @@ class Trainer:
             if self.global_step == 0 and not self._loop.limit_reached():
                 self.validation.sanity_check()
             self._loop.run()
-            for call in self.hooks.on_fit_end:
-                call()
+            preempted = self._loop.preempted
+            self.interrupted = preempted is not None
+            if preempted is None:
+                for call in self.hooks.on_fit_end:
+                    call()
+        if preempted is not None:
+            # Everything is saved and closed: now the signal does what it would have done at once.
+            os.kill(os.getpid(), preempted)
 
     def validate(
         self,
@@ -474,7 +481,7 @@ class Trainer:
     @property
     def validation_due(self) -> bool:
         """A validation follows the step that has just been done."""
-        return self.validation is not None and self.validation.due_after_step()
+        return self._loop is not None and self._loop.validation_follows()
 
     @property
     def manual_optimization(self) -> bool:
@@ -501,7 +508,7 @@ class Trainer:
         self.logged_metrics.update(shown.logger)
         if self.is_global_zero:
             for one in self.loggers:
-                one.log_metrics({**shown.logger, "epoch": float(self.current_epoch)}, step=self.global_step)
+                one.log_metrics({**shown.logger, "epoch": self.current_epoch}, step=self.global_step)
 
     def forget_metrics(self) -> None:
         """Drops what was shown so far."""
@@ -532,7 +539,7 @@ class Trainer:
                 datamodule.trainer = self
             self.hooks = Hooks(self, module, self.callbacks)
             self.should_stop = self.interrupted = False
-            status = "success"
+            status = "failed"
             try:
                 with self.core.local_first():
                     if self.core.local_rank == 0 and datamodule is not None:
@@ -543,10 +550,17 @@ class Trainer:
                     datamodule.setup(state)
                 module.setup(state)
                 yield
+                status = "interrupted" if self.interrupted else "success"
             except BaseException as error:
                 self.interrupted = isinstance(error, KeyboardInterrupt)
                 status = "interrupted" if self.interrupted else "failed"
+                elsewhere = self.core.failed_elsewhere(error)
                 self._after_exception(error)
+                if elsewhere is not None and isinstance(error, RuntimeError):
+                    # A lost connection is the other rank's exit, seen from here: one traceback, the cause's, is enough.
+                    raise RuntimeError(
+                        f"{elsewhere}; rank {self.global_rank} lost it in the middle of a step"
+                    ) from None
                 raise
             finally:
                 self._teardown(state, module, datamodule, status)
@@ -566,7 +580,7 @@ class Trainer:
             module.teardown(state)
             if datamodule is not None:
                 datamodule.teardown(state)
-            if state == "fit" and self.is_global_zero:
+            if self.is_global_zero:
                 for one in self.loggers:
                     one.finalize(status)
         finally:

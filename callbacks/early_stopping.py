@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
-from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
-
 from acclight import Callback
 from acclight.callbacks.monitor import Monitor, is_logged, missing_metric
+from acclight.messages import info, warn
 
 if TYPE_CHECKING:
     from acclight import Trainer, TrainModule
@@ -108,7 +107,7 @@ class EarlyStopping(Callback):
         self._looked_at = trainer.global_step
         if self._watch.better(value, self._goal):
             if self.verbose:
-                rank_zero_info(f"EarlyStopping: {self.monitor} got better, from {self.best_score:g} to {value:g}")
+                info(f"EarlyStopping: {self.monitor} got better, from {self.best_score:g} to {value:g}")
             self.best_score, self.wait_count = value, 0
         else:
             self.wait_count += 1
@@ -116,7 +115,7 @@ class EarlyStopping(Callback):
         if reason is not None:
             trainer.should_stop = True
             self.stopped_epoch = trainer.current_epoch
-            rank_zero_info(f"EarlyStopping ends the training at step {trainer.global_step}: {self.monitor} {reason}")
+            info(f"EarlyStopping ends the training at step {trainer.global_step}: {self.monitor} {reason}")
 
     @property
     def _goal(self) -> float:
@@ -132,7 +131,7 @@ class EarlyStopping(Callback):
         if self.divergence_threshold is not None and self._watch.better(self.divergence_threshold, value):
             return f"is {value:g}, worse than divergence_threshold={self.divergence_threshold:g}"
         if self.wait_count > 0 and self.wait_count >= self.patience:
-            return f"was no better than {self.best_score:g} {self.wait_count} times in a row"
+            return f"was no better than its best, {self.best_score:g}, {self.wait_count} time(s) in a row"
         return None
 
     def _check_name(self, trainer: Trainer) -> None:
@@ -143,7 +142,7 @@ class EarlyStopping(Callback):
             message = missing_metric(trainer, f"EarlyStopping(monitor={self.monitor!r})", self.monitor)
             if self.strict:
                 raise ValueError(message)
-            rank_zero_warn(message)
+            warn(message)
 
     def state_dict(self) -> dict[str, Any]:
         """The best value and the wait so far."""

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
-from lightning_utilities.core.rank_zero import rank_zero_warn
-
 from acclight import Callback
+from acclight.messages import warn
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -47,7 +46,7 @@ class LearningRateMonitor(Callback):
     def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
         """Names the optimizers."""
         if not trainer.loggers:
-            rank_zero_warn("LearningRateMonitor has nothing to write to: give Trainer(logger=...) or leave it out")
+            warn("LearningRateMonitor has nothing to write to: give Trainer(logger=...) or leave it out")
         self._rates = {}
         names = {id(c.scheduler.optimizer): c.name for c in trainer.lr_scheduler_configs if c.name}
         self._names = []

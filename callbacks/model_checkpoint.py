@@ -13,10 +13,10 @@ from string import Formatter
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
-from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
 from acclight import Callback, checkpoint
 from acclight.callbacks.monitor import Monitor, is_logged, missing_metric
+from acclight.messages import info, warn
 
 if TYPE_CHECKING:
     from acclight import Trainer, TrainModule
@@ -365,7 +365,7 @@ class ModelCheckpoint(Callback):
         self._decided_step = trainer.global_step
         trainer.save_checkpoint(path, weights_only=self.save_weights_only)
         if self.verbose:
-            rank_zero_info(f"saving {path}" + ("" if score is None else f" with {self.monitor} = {score:g}"))
+            info(f"saving {path}" + ("" if score is None else f" with {self.monitor} = {score:g}"))
 
     def _path(self, trainer: Trainer) -> str:
         """Where the next checkpoint goes: a name that no good checkpoint has. The same on all ranks."""
@@ -426,4 +426,4 @@ def _delete(path: str) -> None:
     try:
         checkpoint.remove(path)
     except (OSError, checkpoint.CheckpointError) as error:
-        rank_zero_warn(f"the outdated checkpoint {path} could not be deleted: {error}")
+        warn(f"the outdated checkpoint {path} could not be deleted: {error}")

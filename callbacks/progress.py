@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
+from torch import Tensor
+
 from acclight import Callback
 from acclight.callbacks.pace import Pace, clock
 
@@ -124,7 +126,9 @@ class Progress(Callback):
     ) -> None:
         """Shows the step, when enough time has passed."""
         # What else a step returns must not be kept alive.
-        self._loss = outputs.get("loss") if isinstance(outputs, dict) else None
+        loss = outputs.get("loss") if isinstance(outputs, dict) else None
+        # Under manual optimization it may still have its graph.
+        self._loss = loss.detach() if isinstance(loss, Tensor) and loss.requires_grad else loss
         if time.perf_counter() >= self._due:
             if isinstance(outputs, dict):
                 self._count = outputs.get("count", 1)

@@ -174,6 +174,8 @@ def train_tokenizer(documents: Iterable[str], vocab_size: int) -> Tokenizer:
         show_progress=False,
     )
     tokenizer.train_from_iterator(documents, trainer)
+    # A document that spells END_OF_TEXT, as this file does, has not ended there.
+    tokenizer.encode_special_tokens = True
     return tokenizer
 
 

@@ -82,6 +82,16 @@ def test_epoch_after_which_it_stops(
         assert callback.stopped_epoch == epochs - 1
 
 
+def test_it_says_why_it_stops(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "acclight")
+    fit(tmp_path, EarlyStopping("val", patience=2, verbose=True), [5.0, 4.0, 4.5, 4.25, 1.0])
+    assert [message for message in caplog.messages if message.startswith("EarlyStopping")] == [
+        "EarlyStopping: val got better, from inf to 5",
+        "EarlyStopping: val got better, from 5 to 4",
+        "EarlyStopping ends the training at step 8: val was no better than its best, 4, 2 time(s) in a row",
+    ]
+
+
 def test_only_new_values_count(tmp_path: Path) -> None:
     # Validated after epochs 2, 4, 6 and 8: 5, 6, 6 - two no better after epoch 6.
     callback = EarlyStopping("val", patience=2)

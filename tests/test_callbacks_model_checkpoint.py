@@ -166,7 +166,7 @@ def test_steps_that_are_saved_with_a_monitor(
     trainer, seen = fit(tmp_path, callback, **trainer_arguments)
     assert seen.steps == saved
     assert names(tmp_path / "ckpt") == [f"step-{step:08d}" for step in sorted(kept)]
-    every = trainer.val_every_n_steps or 4 * trainer.check_val_every_n_epoch
+    every = trainer_arguments.get("val_check_interval", 4 * trainer_arguments.get("check_val_every_n_epoch", 1))
     scores = {str(tmp_path / "ckpt" / f"step-{step:08d}"): distance(step) for step in kept if step % every == 0}
     if arguments.get("save_last"):
         del scores[callback.last_model_path]
@@ -266,6 +266,12 @@ def test_newest_k_without_a_monitor(tmp_path: Path) -> None:
     callback = ModelCheckpoint(tmp_path / "ckpt", every_n_train_steps=1, save_top_k=3)
     fit(tmp_path, callback)
     assert names(tmp_path / "ckpt") == ["step-00000006", "step-00000007", "step-00000008"]
+
+
+def test_verbose_says_what_is_saved(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "acclight")
+    fit(tmp_path, ModelCheckpoint(tmp_path / "ckpt", monitor="val/distance", verbose=True))
+    assert f"saving {tmp_path}/ckpt/step-00000004 with val/distance = {distance(4):g}" in caplog.messages
 
 
 def test_older_one_is_deleted_only_after_the_newer_is_good(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

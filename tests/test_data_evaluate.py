@@ -160,3 +160,12 @@ def test_an_evaluation_left_early_starts_again_at_the_first_batch() -> None:
         assert plain(next(iter(data))) == [0, 1]
         assert len(list(data)) == 6
         data.close()
+
+
+def test_indices_are_those_of_the_last_evaluation() -> None:
+    order = [0, 1, 2, 3]
+    data = EvalData(DataLoader(Ids(4), 2, sampler=order), rank=0, world_size=1)
+    assert [plain(batch) for batch in data] == [[0, 1], [2, 3]]
+    order.reverse()
+    assert [plain(batch) for batch in data] == [[3, 2], [1, 0]]
+    assert [data.indices(0), data.indices(1)] == [[3, 2], [1, 0]]

@@ -374,3 +374,32 @@ def test_what_workers_draw_after_a_resume_is_that_of_an_uninterrupted_run() -> N
     for steps in (3, 4):
         stopped = begun(ranks_of(loader, 1), 0)
         assert noise(stopped, steps) + noise(resumed(state_of(stopped), loader, 1)) == whole
+
+
+def test_beginning_the_same_epoch_again_starts_at_its_first_sample() -> None:
+    (data,) = begun(ranks_of(DataLoader(Ids(8), 2), 1), 0)
+    train([data], 2)
+    data.begin_epoch(0)
+    assert train([data], 1) == [[[0, 1]]]
+
+
+def test_what_was_read_and_then_read_again_counts_once() -> None:
+    (data,) = begun(ranks_of(DataLoader(Ids(5), 2), 1), 0)
+    next(iter(data))
+    train([data])
+    assert data.state_dict()["samples"] == 5
+
+
+def test_lists_of_indices_without_batching_count_their_samples() -> None:
+    class Lists(Dataset[list[int]]):
+        def __getitem__(self, indices: list[int]) -> list[int]:
+            return [10 * index for index in indices]
+
+        def __len__(self) -> int:
+            return 6
+
+    loader = DataLoader(Lists(), batch_size=None, sampler=[[0, 1], [2, 3], [4], [5]], collate_fn=list)  # type: ignore[arg-type]
+    stopped = begun(ranks_of(loader, 2), 0)
+    assert train(stopped, 1) == [[[0, 10]], [[20, 30]]]
+    assert state_of(stopped)["samples"] == 4
+    assert train(resumed(state_of(stopped), loader, 1)) == [[[40], [50]]]

@@ -283,3 +283,15 @@ def test_ranks_with_map_style_data_of_their_own() -> None:
 def test_batches_in_no_fixed_order_raise() -> None:
     with pytest.raises(ValueError, match=r"in_order=False"):
         TrainData(DataLoader(Stream(4), num_workers=1, in_order=False), rank=0, world_size=1, seed=0)
+
+
+class Noise(IterableDataset[float]):
+    def __iter__(self) -> Iterator[float]:
+        info: Any = get_worker_info()
+        for _ in range(4 // info.num_workers):
+            yield random.random()
+
+
+def test_workers_that_divide_a_stream_draw_each_their_own() -> None:
+    (batches,) = read(TrainData, DataLoader(Noise(), 2, num_workers=2), 1)
+    assert batches[0][1] != batches[1][1]

@@ -515,3 +515,20 @@ def test_workers_may_be_spawned() -> None:
     for dataset in (Ids(4), Numbers()):
         loader = DataLoader(dataset, 2, num_workers=1, multiprocessing_context="spawn", worker_init_fn=say_hello)
         assert read(loader) == [[[0, 1], [2, 3]]]
+
+
+def test_the_users_own_iteration_and_workers_are_left_alone() -> None:
+    loader = DataLoader(Ids(6), 2, num_workers=1, persistent_workers=True)
+    own = iter(loader)
+    assert plain(next(own)) == [0, 1]
+    assert read(loader, 2) == [[[0, 1], [4]], [[2, 3], [5]]]
+    assert [plain(batch) for batch in own] == [[2, 3], [4, 5]]
+
+
+def test_a_subclass_may_collate_in_the_main_process() -> None:
+    class Checking(DataLoader[Any]):
+        def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+            assert plain(self.collate_fn([1, 2])) == [1, 2]
+            return super().__iter__()
+
+    assert read(Checking(Ids(4), 2, num_workers=1)) == [[[0, 1], [2, 3]]]

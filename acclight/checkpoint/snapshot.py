@@ -37,7 +37,7 @@ def save(trainer: Trainer, path: Path, *, weights_only: bool) -> Path:
         "epoch": trainer.current_epoch,
         "progress": trainer.progress.state_dict(),
         "hparams": dict(module.hparams),
-        "callbacks": {c.state_key: state for c in trainer.callbacks if (state := c.state_dict())},
+        "callbacks": {c.state_key: own for c in trainer.callbacks if (own := c.state_dict())},
         "datamodule": trainer.datamodule.state_dict() if trainer.datamodule is not None else {},
         "strategy": strategy.name,
         "world_size": trainer.world_size,

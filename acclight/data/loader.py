@@ -185,7 +185,6 @@ def reading_copy(loader: DataLoader[Any], **changes: Any) -> DataLoader[Any]:
     """
     clone = copy.copy(loader)
     clone._iterator = None
-    clone._IterableDataset_len_called = None
     clone.generator = torch.Generator()
     for name, value in changes.items():
         object.__setattr__(clone, name, value)

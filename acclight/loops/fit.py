@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import signal
 import time
 from collections.abc import Generator
 from typing import TYPE_CHECKING, Any
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from acclight.loops.interruption import Agreement, SignalWatch
 from acclight.loops.optimizers import step_epoch_schedulers, step_schedulers
 from acclight.messages import info, warn
 from acclight.module import LossSum, TrainModule
@@ -45,6 +47,10 @@ class FitLoop:
         #: A window is under way, and its step is not counted yet.
         self.in_window = False
         self.started = time.monotonic()
+        self.agreement = Agreement()
+        self.stop_agreed = self.time_over = False
+        #: The signal that ended the run early, once all ranks have agreed.
+        self.preempted: signal.Signals | None = None
 
     # -- the whole run ------------------------------------------------------------------------------------------------
 
@@ -55,15 +61,35 @@ class FitLoop:
             info(f"fit has nothing left to do: {reason}")
             return
         self.module.train()
-        for call in trainer.hooks.on_train_start:
-            call()
-        while not self.limit_reached():
-            self.run_epoch()
-            if not progress.epoch_done:
-                break
-        for call in trainer.hooks.on_train_end:
-            call()
-        trainer.save_pending()
+        with SignalWatch(signal.SIGTERM) as self.watch:
+            for call in trainer.hooks.on_train_start:
+                call()
+            self.ask_all(now=True)
+            while not self.limit_reached():
+                self.run_epoch()
+                if not progress.epoch_done:
+                    break
+                self.ask_all(now=True)
+            if self.preempted is not None:
+                info(f"{self.preempted.name} came: stopping at step {progress.global_step}")
+                if trainer.checkpoint_callback is not None:
+                    trainer.checkpoint_callback.save(trainer)
+                return
+            for call in trainer.hooks.on_train_end:
+                call()
+            trainer.save_pending()
+
+    def ask_all(self, *, now: bool = False) -> None:
+        """Learns what any rank wants: to stop, that the time is over, or that a signal has come."""
+        trainer = self.trainer
+        limit = trainer.max_time_seconds
+        late = limit is not None and time.monotonic() - self.started >= limit
+        self.stop_agreed, late, signalled = self.agreement.ask(trainer.should_stop, late, self.watch.received, now=now)
+        self.time_over = self.time_over or late
+        if self.stop_agreed:
+            trainer.should_stop = True
+        if signalled:
+            self.preempted = self.watch.signum
 
     def limit_reached(self) -> str | None:
         """Which limit ends the training now, in words; None to go on."""
@@ -73,12 +99,14 @@ class FitLoop:
         epochs = progress.epoch + 1 if progress.epoch_done else progress.epoch
         if trainer.max_epochs is not None and 0 <= trainer.max_epochs <= epochs:
             return f"max_epochs={trainer.max_epochs} is reached ({epochs} epochs done)"
+        if self.preempted is not None:
+            return f"{self.preempted.name} has come"
         if self.data.num_batches == 0:
             return "the training loader has no batches"
         enough = progress.global_step >= (trainer.min_steps or 0) and epochs >= (trainer.min_epochs or 0)
-        if trainer.should_stop and enough:
+        if self.stop_agreed and enough:
             return "trainer.should_stop was set"
-        if trainer.max_time_seconds is not None and time.monotonic() - self.started >= trainer.max_time_seconds:
+        if self.time_over:
             return f"max_time={trainer.max_time} has passed"
         return None
 
@@ -104,6 +132,7 @@ class FitLoop:
                 if self.validation.due_after_step():
                     self.validation.run()
                     trainer.save_pending()
+                self.ask_all()
                 if self.limit_reached():
                     cut_short = not self.epoch_exhausted()
                     break
@@ -126,6 +155,10 @@ class FitLoop:
         for call in hooks.on_train_epoch_end_last:
             call()
         trainer.save_pending()
+
+    def validation_follows(self) -> bool:
+        """A validation comes right after the step that has just been done."""
+        return self.validation.due_after_step() or (self.epoch_exhausted() and self.validation.due_at_epoch_end())
 
     def epoch_exhausted(self) -> bool:
         """Every batch of this epoch was trained on."""
@@ -231,6 +264,8 @@ class FitLoop:
         metrics.in_step = False
         if progress.global_step % trainer.log_every_n_steps == 0:
             trainer.show(metrics.show_step())
+        for call in hooks.on_step_last:
+            call()
         return False
 
     def weigh(self, window: list[Any]) -> list[float] | list[Tensor]:

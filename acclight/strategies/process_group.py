@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 _FAREWELL_SECONDS = 20.0
+_FAILURE_KEY = "acclight/failure"
 
 
 def launched() -> bool:
@@ -60,3 +61,23 @@ def _leave() -> None:
         except RuntimeError as error:
             warnings.warn(f"rank {dist.get_rank()} leaves without the other ranks: {error}", stacklevel=1)
     dist.destroy_process_group()
+
+
+def report_failure(error: BaseException) -> str | None:
+    """Tells the other ranks that this one fails, so that theirs can name the cause.
+
+    Returns:
+        What the first rank to fail said; None when this is the first, or when nobody can be reached any more.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return None
+    # A data loader's worker puts its whole traceback into the message, which one rank prints already.
+    lines = str(error).strip().splitlines() or [""]
+    message = lines[0] if len(lines) == 1 else f"{lines[0]} {lines[-1]}"
+    text = f"rank {dist.get_rank()} failed first with {type(error).__name__}: {message}"
+    try:
+        store = dist.distributed_c10d._get_default_store()
+        first = store.compare_set(_FAILURE_KEY, "", text).decode()
+    except dist.DistError:
+        return None
+    return None if first == text else first

@@ -1,0 +1,95 @@
+"""Stopping together: preemption signals, and wishes of single ranks that all ranks have to follow."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+# Ranks ask each other about this often; one small collective in a tenth of a second is lost in the noise of training.
+_SECONDS_BETWEEN = 0.1
+_MOST_STEPS_BETWEEN = 1000
+
+
+class SignalWatch:
+    """Notes a signal instead of dying of it, while the context lasts; the former handler comes back afterwards.
+
+    A signal that the program ignores stays ignored, and outside the main thread, where Python handles none, nothing is watched.
+
+    Args:
+        signum: The signal, SIGTERM for one.
+
+    Attributes:
+        received: The signal has come.
+    """
+
+    def __init__(self, signum: signal.Signals) -> None:
+        self.signum = signum
+        self.received = False
+        self._process = os.getpid()
+        self._former: Any = None
+        self._watching = False
+
+    def __enter__(self) -> SignalWatch:
+        if threading.current_thread() is threading.main_thread():
+            self._former = signal.getsignal(self.signum)
+            self._watching = self._former not in (signal.SIG_IGN, None)
+        if self._watching:
+            signal.signal(self.signum, self._note)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._watching:
+            signal.signal(self.signum, self._former)
+
+    def _note(self, signum: int, frame: FrameType | None) -> None:
+        if os.getpid() != self._process:
+            # A forked worker of a data loader has inherited the handler, but has nothing to finish.
+            signal.signal(signum, signal.SIG_DFL)
+            os.kill(os.getpid(), signum)
+        self.received = True
+
+
+class Agreement:
+    """Makes what one rank wants the wish of all, at the same optimizer step.
+
+    The ranks ask each other every so many steps; rank 0 measures the steps and says with each answer when the next question is.
+    """
+
+    def __init__(self) -> None:
+        self._alone = not dist.is_initialized() or dist.get_world_size() == 1
+        self._interval = self._left = 1
+        self._asked = time.monotonic()
+
+    def ask(self, *wishes: bool, now: bool = False) -> tuple[bool, ...]:
+        """What any rank wishes, where it is time to ask, else nothing; every rank calls this at every step.
+
+        Args:
+            wishes: This rank's.
+            now: Ask in any case; every rank has to say so.
+        """
+        if self._alone:
+            return wishes
+        self._left -= 1
+        if self._left > 0 and not now:
+            return (False,) * len(wishes)
+        moment = time.monotonic()
+        per_step = max((moment - self._asked) / max(self._interval - self._left, 1), 1e-6)
+        interval = min(max(int(_SECONDS_BETWEEN / per_step), 1), _MOST_STEPS_BETWEEN)
+        votes = torch.tensor([*map(int, wishes), interval if dist.get_rank() == 0 else 0])
+        dist.all_reduce(votes, op=dist.ReduceOp.MAX)
+        self._asked = moment
+        *answers, self._interval = votes.tolist()
+        self._left = self._interval
+        return tuple(bool(answer) for answer in answers)

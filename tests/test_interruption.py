@@ -1,0 +1,183 @@
+"""Exceptions on one rank, signals and uneven ranks: every process ends, and says why."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.distributed import ROOT, run_command
+
+SCRIPT = """
+import os, sys, time, torch
+from pathlib import Path
+from torch.utils.data import DataLoader, IterableDataset
+from acclight import Callback, Trainer
+from acclight.callbacks import ModelCheckpoint
+from tests.scenarios import Scalar, quiet_trainer, repeated
+
+what, folder = sys.argv[1], Path(sys.argv[2])
+rank = int(os.environ.get("RANK", "0"))
+world = int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def note(name):
+    with open(folder / f"rank-{rank}.txt", "a") as file:
+        file.write(name + "\\n")
+
+
+class Notes(Callback):
+    def on_exception(self, trainer, module, exception):
+        note(f"on_exception {type(exception).__name__}")
+
+    def teardown(self, trainer, module, stage):
+        note("teardown")
+
+    def on_train_end(self, trainer, module):
+        note(f"on_train_end {trainer.global_step}")
+
+    def on_step(self, trainer, module):
+        note(f"step {trainer.global_step}")
+
+
+class Failing(Scalar):
+    def training_step(self, batch, batch_idx):
+        if rank == world - 1 and batch_idx == 2 and what == "training":
+            raise ValueError("boom")
+        if what == "slow":
+            time.sleep(0.1)
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch, batch_idx):
+        if rank == world - 1 and what == "validation":
+            raise ValueError("boom")
+        return super().validation_step(batch, batch_idx)
+
+
+class Bad(torch.utils.data.Dataset):
+    def __len__(self):
+        return 40
+
+    def __getitem__(self, index):
+        if index == 2 * world + world - 1 and what == "worker":
+            raise ValueError("boom")
+        return torch.tensor(float(index))
+
+
+if what == "slow":
+    loader, checkpoints = repeated([float(i % 7) for i in range(20)], world), [ModelCheckpoint(folder / "checkpoints")]
+else:
+    loader, checkpoints = DataLoader(Bad(), batch_size=1, num_workers=2 if what == "worker" else 0), []
+val = repeated([1.0], world) if what == "validation" else None
+trainer = quiet_trainer(max_epochs=1, callbacks=[Notes(), *checkpoints], num_sanity_val_steps=0, log_every_n_steps=1)
+module = Failing(lr=0.1)
+trainer.fit(module, loader, val, ckpt_path="auto" if what == "slow" else None)
+note(f"done {trainer.global_step} {module.w.item()!r}")
+"""
+
+
+def notes(folder: Path, rank: int) -> list[str]:
+    path = folder / f"rank-{rank}.txt"
+    return path.read_text().splitlines() if path.exists() else []
+
+
+def torchrun(script: Path, *arguments: str) -> list[str]:
+    rendezvous = ["--nproc_per_node", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
+    return [sys.executable, "-m", "torch.distributed.run", *rendezvous, str(script), *arguments]
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    path = tmp_path / "script.py"
+    path.write_text(SCRIPT)
+    return path
+
+
+@pytest.mark.parametrize("where", ["training", "validation", "worker"])
+def test_an_error_on_one_rank_ends_all_with_one_traceback(script: Path, tmp_path: Path, where: str) -> None:
+    started = time.monotonic()
+    done = run_command(torchrun(script, where, str(tmp_path)), cwd=ROOT, timeout=90.0, env={"PYTHONPATH": str(ROOT)})
+    assert done.returncode != 0
+    assert time.monotonic() - started < 60.0
+    assert "ValueError: boom" in done.stdout
+    assert done.stdout.count('raise ValueError("boom")') == 1, done.stdout
+    assert "on_exception ValueError" in notes(tmp_path, 1)
+    assert notes(tmp_path, 1).count("teardown") == 1
+
+
+def uninterrupted(world: int) -> float:
+    """SGD with lr 0.1 on (w - x)^2 / 2: w <- w - 0.1 (w - x), for x = 0, 1, ..., 6, 0, ... in float32."""
+    import torch
+
+    w = torch.zeros(1)
+    for i in range(20):
+        w = w - 0.1 * (w - float(i % 7))
+    return float(w)
+
+
+def test_sigterm_to_one_rank_stops_all_at_one_step_and_the_run_goes_on(script: Path, tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(
+        torchrun(script, "slow", str(tmp_path)), cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True,
+        stderr=subprocess.STDOUT, start_new_session=True,
+    )  # fmt: skip
+    try:
+        deadline = time.monotonic() + 60.0
+        while "step 5" not in notes(tmp_path, 0):
+            assert time.monotonic() < deadline, "the run did not come to step 5"
+            time.sleep(0.01)
+        ranks = subprocess.run(
+            ["pgrep", "-P", str(process.pid)], capture_output=True, text=True, check=True
+        ).stdout.split()
+        first = next(p for p in ranks if b"RANK=0\0" in Path(f"/proc/{p}/environ").read_bytes())
+        os.kill(int(first), signal.SIGTERM)
+        output, _ = process.communicate(timeout=60.0)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+    assert process.returncode != 0, output
+    for rank in (0, 1):
+        steps = [line for line in notes(tmp_path, rank) if line.startswith("step")]
+        assert steps[-1] in ("step 5", "step 6", "step 7"), (rank, notes(tmp_path, rank), output)
+        assert notes(tmp_path, rank)[-1] == "teardown"
+    saved = sorted(p.name for p in (tmp_path / "checkpoints").iterdir())
+    stopped_at = [line for line in notes(tmp_path, 0) if line.startswith("step")][-1].split()[1]
+    assert saved == [f"step-{int(stopped_at):08d}"]
+
+    done = run_command(torchrun(script, "slow", str(tmp_path)), cwd=ROOT, timeout=90.0, env={"PYTHONPATH": str(ROOT)})
+    assert done.returncode == 0, done.stdout
+    for rank in (0, 1):
+        assert notes(tmp_path, rank)[-1] == f"done 20 {uninterrupted(2)!r}"
+
+
+@pytest.mark.parametrize(("signum", "status"), [(signal.SIGTERM, -signal.SIGTERM), (signal.SIGINT, -signal.SIGINT)])
+def test_a_signal_to_a_plain_process_ends_it_as_that_signal(
+    script: Path, tmp_path: Path, signum: signal.Signals, status: int
+) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(
+        [sys.executable, str(script), "slow", str(tmp_path)], cwd=ROOT, env=environment, stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+    try:
+        deadline = time.monotonic() + 60.0
+        while "step 3" not in notes(tmp_path, 0):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        process.send_signal(signum)
+        output, _ = process.communicate(timeout=30.0)
+    finally:
+        process.kill()
+    # A shell shows 143 and 130 for these.
+    assert process.returncode == status, output
+    assert notes(tmp_path, 0).count("teardown") == 1
+    assert not any(line.startswith("done") for line in notes(tmp_path, 0))
+    if signum == signal.SIGTERM:
+        assert next((tmp_path / "checkpoints").iterdir()).name.startswith("step-")
+    else:
+        assert "on_exception KeyboardInterrupt" in notes(tmp_path, 0)
