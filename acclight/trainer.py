@@ -19,15 +19,15 @@ import torch
 from acclight.callback import Callback, Hooks
 from acclight.checkpoint import snapshot
 from acclight.core import AcceleratorCore
-from acclight.data import TrainData
 from acclight.logging import MetricStore
 from acclight.logging.store import Shown
-from acclight.loops.evaluate import evaluate, evaluation_data, predict
+from acclight.loops.evaluate import evaluate, predict
 from acclight.loops.fit import FitLoop
 from acclight.loops.optimizers import SchedulerConfig, read_optimizers
 from acclight.loops.progress import Progress as Counts
+from acclight.loops.reading import evaluation_data, training_data
 from acclight.loops.validation import FitValidation
-from acclight.messages import info, warn
+from acclight.messages import info
 from acclight.strategies.resolve import resolve_strategy
 
 if TYPE_CHECKING:
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
     from accelerate import Accelerator
 
+    from acclight.data import EvalData, TrainData
     from acclight.datamodule import DataModule
     from acclight.loggers import Logger
     from acclight.module import TrainModule
@@ -181,6 +182,8 @@ class Trainer:
         self.optimizers: list[torch.optim.Optimizer] = []
         self.lr_scheduler_configs: list[SchedulerConfig] = []
         self.data: TrainData | None = None
+        #: What the running evaluation reads, or in fit its validations.
+        self.eval_data: dict[str, EvalData] = {}
         self.validation: FitValidation | None = None
         self.datamodule: DataModule | None = None
         self.hooks: Hooks
@@ -269,13 +272,9 @@ class Trainer:
                 raise ValueError(
                     "fit needs training data: give train_dataloaders or a datamodule with train_dataloader"
                 )
-            if self.core.global_rank == 0 and hasattr(source, "__len__") and len(source) == 0:
-                warn(f"the training loader ({type(source).__name__}) has no batches: nothing will be trained")
-            seed = int(self.core.broadcast_object(torch.initial_seed() % 2**31))
-            self.data = TrainData(
-                source, rank=self.global_rank, world_size=self.world_size, seed=seed, limit=self.limits["train"]
-            )
+            self.data = training_data(self, source)
             self.validation = FitValidation(self, self._eval_loaders("val", val_dataloaders))
+            self.eval_data = self.validation.data
             reader = snapshot.find(self, ckpt_path)
             self._prepare(training=True)
             if reader is not None:
@@ -333,12 +332,10 @@ class Trainer:
             several); None with `return_predictions=False`.
         """
         with self._running("predict", self._module_for("predict", module), datamodule):
-            loaders = evaluation_data(
-                self, "predict", self._eval_loaders("predict", dataloaders), self.limits["predict"]
-            )
+            self.eval_data = evaluation_data(self, "predict", self._eval_loaders("predict", dataloaders))
             self._prepare(training=False)
             self._load_weights(ckpt_path)
-            results = predict(self, loaders, return_predictions)
+            results = predict(self, self.eval_data, return_predictions)
         if not return_predictions:
             return None
         return results[0] if len(results) == 1 else results
@@ -454,9 +451,8 @@ class Trainer:
 
     @property
     def num_val_batches(self) -> list[int | float]:
-        """Batches of this rank per validation loader."""
-        data = self.validation.data.values() if self.validation is not None else ()
-        return [math.inf if one.num_batches is None else one.num_batches for one in data]
+        """Batches of this rank per loader of the evaluation that runs, or of fit's validations."""
+        return [math.inf if data.num_batches is None else data.num_batches for data in self.eval_data.values()]
 
     @property
     def steps_per_epoch(self) -> int | float:
@@ -584,6 +580,7 @@ class Trainer:
                 for one in self.loggers:
                     one.finalize(status)
         finally:
+            self._close_data()
             self.state = None
             self._loop = None
             self._pending_saves = []
@@ -591,6 +588,13 @@ class Trainer:
             module._trainer = None
             if datamodule is not None:
                 datamodule.trainer = None
+
+    def _close_data(self) -> None:
+        """Ends the worker processes of loaders that keep them."""
+        if self.data is not None:
+            self.data.close()
+        for data in self.eval_data.values():
+            data.close()
 
     @contextmanager
     def _numerics(self) -> Iterator[None]:
@@ -678,20 +682,20 @@ class Trainer:
     ) -> list[dict[str, float]]:
         with self._running(state, self._module_for(state, module), datamodule):
             named = self._eval_loaders("val" if stage == "validation" else stage, dataloaders)
-            loaders = evaluation_data(self, stage, named, self.limits[stage])
+            self.eval_data = evaluation_data(self, stage, named)
             self._prepare(training=False)
             self._load_weights(ckpt_path)
             self.validating = stage == "validation"
             try:
-                shown = evaluate(self, stage, loaders)
+                shown = evaluate(self, stage, self.eval_data)
                 self.show(shown)
                 for call in getattr(self.hooks, f"on_{stage}_end"):
                     call()
             finally:
                 self.validating = False
-        if len(loaders) <= 1:
+        if len(self.eval_data) <= 1:
             return [shown.callback]
-        return [{n: v for n, v in shown.callback.items() if n.endswith(f"/{key}")} for key in loaders]
+        return [{n: v for n, v in shown.callback.items() if n.endswith(f"/{key}")} for key in self.eval_data]
 
     def _load_weights(self, ckpt_path: str | Path | None) -> None:
         reader = snapshot.find(self, ckpt_path)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -11,10 +11,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from acclight.data import EvalData
-from acclight.messages import warn
-
 if TYPE_CHECKING:
+    from acclight.data import EvalData
     from acclight.logging.store import Shown
     from acclight.trainer import Trainer
 
@@ -104,20 +102,6 @@ def predict(trainer: Trainer, loaders: dict[str, EvalData], keep: bool) -> list[
         finally:
             metrics.refusal = None
     return results
-
-
-def evaluation_data(
-    trainer: Trainer, stage: str, loaders: Mapping[str, Any], limit: int | float
-) -> dict[str, EvalData]:
-    """What this rank reads of some loaders, by name; an empty one is left out, with a warning."""
-    made = {
-        name: EvalData(loader, rank=trainer.global_rank, world_size=trainer.world_size, limit=limit)
-        for name, loader in loaders.items()
-    }
-    for name, data in made.items():
-        if data.rounds == 0 and limit != 0:
-            warn(f"the {stage} loader{f' {name!r}' if name else ''} has no batches and is skipped")
-    return {name: data for name, data in made.items() if data.rounds != 0}
 
 
 def rounds(trainer: Trainer, data: EvalData) -> Iterator[tuple[int, Any, bool]]:

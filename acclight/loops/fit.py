@@ -170,13 +170,21 @@ class FitLoop:
         """Windows of micro-batches, all ranks' equally long; the last of an epoch may be shorter."""
         batches = iter(self.data)
         size = self.trainer.accumulate_grad_batches
-        agree = self.data.num_batches is None and self.core.world_size > 1
+        unknown = False
+        if self.core.world_size > 1 and not self.data.ranks_agree:
+            left = self.core.gather_objects(self.data.batches_left)
+            unknown = None in left
+            if not unknown:
+                if len(set(left)) > 1:
+                    self.warn_uneven([str(self.data.batches_done + n) for n in left])
+                batches = itertools.islice(batches, min(left))
         while True:
             window = list(itertools.islice(batches, size))
-            if agree:
+            if unknown:
                 lengths = self.core.gather_objects(len(window))
                 if len(set(lengths)) > 1:
-                    self.warn_uneven(lengths)
+                    done, least = self.data.batches_done, min(lengths)
+                    self.warn_uneven([f"{done + n}{'' if n == least else ' or more'}" for n in lengths])
                 window = window[: min(lengths)]
             if not window:
                 return
@@ -184,13 +192,10 @@ class FitLoop:
             if len(window) < size:
                 return
 
-    def warn_uneven(self, lengths: list[int]) -> None:
-        """One warning with what every rank still had when the shortest ran out."""
-        done = self.data.batches_done
-        counts = ", ".join(
-            f"rank {rank}: {done + n}{'' if n == min(lengths) else ' or more'}" for rank, n in enumerate(lengths)
-        )
-        warn(f"the ranks hold different numbers of training batches ({counts}); all stop at the shortest")
+    def warn_uneven(self, counts: list[str]) -> None:
+        """Says what every rank holds when they do not hold equally much."""
+        held = ", ".join(f"rank {rank}: {count}" for rank, count in enumerate(counts))
+        warn(f"the ranks hold different numbers of training batches ({held}); all stop at the shortest")
 
     def run_window(self, window: list[Any]) -> bool:
         """Trains on one window and steps the optimizer once; True when a hook asked to skip the rest of the epoch."""

@@ -69,27 +69,28 @@ class Agreement:
 
     def __init__(self) -> None:
         self._alone = not dist.is_initialized() or dist.get_world_size() == 1
-        self._interval = self._left = 1
+        self._interval = 1
+        self._steps = 0
         self._asked = time.monotonic()
 
     def ask(self, *wishes: bool, now: bool = False) -> tuple[bool, ...]:
-        """What any rank wishes, where it is time to ask, else nothing; every rank calls this at every step.
+        """What any rank wishes, where it is time to ask, else nothing; every rank calls this after every step.
 
         Args:
             wishes: This rank's.
-            now: Ask in any case; every rank has to say so.
+            now: Ask in any case, and count no step; every rank has to say so.
         """
         if self._alone:
             return wishes
-        self._left -= 1
-        if self._left > 0 and not now:
+        self._steps += 0 if now else 1
+        if self._steps < self._interval and not now:
             return (False,) * len(wishes)
         moment = time.monotonic()
-        per_step = max((moment - self._asked) / max(self._interval - self._left, 1), 1e-6)
-        interval = min(max(int(_SECONDS_BETWEEN / per_step), 1), _MOST_STEPS_BETWEEN)
-        votes = torch.tensor([*map(int, wishes), interval if dist.get_rank() == 0 else 0])
+        if self._steps:
+            per_step = max((moment - self._asked) / self._steps, 1e-6)
+            self._interval = min(max(int(_SECONDS_BETWEEN / per_step), 1), _MOST_STEPS_BETWEEN)
+        votes = torch.tensor([*map(int, wishes), self._interval if dist.get_rank() == 0 else 0])
         dist.all_reduce(votes, op=dist.ReduceOp.MAX)
-        self._asked = moment
         *answers, self._interval = votes.tolist()
-        self._left = self._interval
+        self._steps, self._asked = 0, moment
         return tuple(bool(answer) for answer in answers)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
-from acclight.loops.evaluate import evaluate, evaluation_data
+from acclight.loops.evaluate import evaluate
 from acclight.loops.optimizers import step_plateau_schedulers
+from acclight.loops.reading import evaluation_data
 
 if TYPE_CHECKING:
     from acclight.trainer import Trainer
@@ -22,8 +23,7 @@ class FitValidation:
 
     def __init__(self, trainer: Trainer, loaders: dict[str, Any]) -> None:
         self.trainer = trainer
-        self._loaders = loaders
-        self.data = evaluation_data(trainer, "validation", loaders, trainer.limits["validation"])
+        self.data = evaluation_data(trainer, "validation", loaders)
         #: Optimizer steps between validations inside epochs; None for the end of epochs alone.
         self.every_n_steps = self._steps_between()
 
@@ -77,7 +77,7 @@ class FitValidation:
         trainer.sanity_checking = True
         try:
             if steps > 0:
-                self.data = evaluation_data(trainer, "validation", self._loaders, steps)
+                self.data = {name: data.first(steps) for name, data in full.items()}
             for call in trainer.hooks.on_sanity_check_start:
                 call()
             self.run()
