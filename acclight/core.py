@@ -41,9 +41,12 @@ class StepModule(nn.Module):
 
     def forward(self, step: str, *args: Any) -> Any:
         if self._autocast is None:
-            return getattr(self.module, step)(*args)
-        with self._autocast:
-            return getattr(self.module, step)(*args)
+            outputs = getattr(self.module, step)(*args)
+        else:
+            with self._autocast:
+                outputs = getattr(self.module, step)(*args)
+        # Wrappers look for the loss in plain containers only, and FSDP2 would leave out the backward of another silently.
+        return dict(outputs) if isinstance(outputs, dict) and type(outputs) is not dict else outputs
 
 
 class AcceleratorCore:
@@ -176,7 +179,7 @@ class AcceleratorCore:
             )
         for parameter in self._trainable:
             if parameter.grad is not None:
-                parameter.grad.mul_(factor)
+                self.strategy.local(parameter.grad).mul_(factor)
 
     def optimizer_step(self, index: int) -> bool:
         """Steps one optimizer; False when fp16 loss scaling skipped it."""

@@ -7,6 +7,8 @@ import logging
 from lightning_utilities.core.rank_zero import rank_zero_only, rank_zero_warn
 
 _logger = logging.getLogger("acclight")
+if _logger.level == logging.NOTSET:
+    _logger.setLevel(logging.INFO)
 
 
 def info(text: str) -> None:
@@ -16,7 +18,6 @@ def info(text: str) -> None:
     if not _logger.hasHandlers():
         # A program without any logging set-up would see nothing below a warning.
         _logger.addHandler(logging.StreamHandler())
-        _logger.setLevel(logging.INFO)
     _logger.info(text)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,21 +15,18 @@ if TYPE_CHECKING:
     from acclight.trainer import Trainer
 
 
-class LossSum:
+class LossSum(NamedTuple):
     """A loss given as a sum and what it sums over.
 
     The gradient of the window is that of (sum of totals) / (sum of counts) over all its micro-batches and all ranks.
 
-    Args:
+    Attributes:
         total: Summed loss, a scalar tensor with a graph.
         count: How many items (tokens, pixels, samples) it sums over; a number or a scalar tensor.
     """
 
-    __slots__ = ("count", "total")
-
-    def __init__(self, total: Tensor, count: int | float | Tensor) -> None:
-        self.total = total
-        self.count = count
+    total: Tensor
+    count: int | float | Tensor  # type: ignore[assignment]  # hides tuple.count, which nobody calls
 
 
 class TrainModule(nn.Module):

@@ -188,7 +188,8 @@ class Trainer:
         self.datamodule: DataModule | None = None
         self.hooks: Hooks
         self._module: TrainModule | None = None
-        self._prepared_for: tuple[int, bool] | None = None
+        #: The module that is wrapped, and whether with its optimizers.
+        self._prepared: tuple[TrainModule, bool] | None = None
         self._pending_saves: list[tuple[Path, bool]] = []
         self._loop: FitLoop | None = None
 
@@ -272,7 +273,10 @@ class Trainer:
                 raise ValueError(
                     "fit needs training data: give train_dataloaders or a datamodule with train_dataloader"
                 )
+            begun = self._begun_epoch(module)
             self.data = training_data(self, source)
+            if begun is not None and begun["dataset"] == self.data.state_dict()["dataset"]:
+                self.data.load_state_dict(begun)
             self.validation = FitValidation(self, self._eval_loaders("val", val_dataloaders))
             self.eval_data = self.validation.data
             reader = snapshot.find(self, ckpt_path)
@@ -610,9 +614,9 @@ class Trainer:
     def _prepare(self, *, training: bool) -> None:
         """Creates the model's last parts and the optimizers, and wraps them; a module that is wrapped already stays so."""
         module = self.module
-        if self._prepared_for == (id(module), True) or self._prepared_for == (id(module), training):
+        fresh = self._prepared is None or self._prepared[0] is not module
+        if not fresh and self._prepared is not None and (self._prepared[1] or not training):
             return
-        fresh = self._prepared_for is None or self._prepared_for[0] != id(module)
         if fresh:
             with self.core.strategy.init_context():
                 module.configure_model()
@@ -621,7 +625,7 @@ class Trainer:
         if training:
             self.optimizers, self.lr_scheduler_configs = read_optimizers(module.configure_optimizers())
         self.core.prepare(module, self.optimizers)
-        self._prepared_for = (id(module), training)
+        self._prepared = module, training
 
     def _source(self, name: str, given: Any) -> Any:
         if given is not None:
@@ -644,6 +648,12 @@ class Trainer:
         if isinstance(source, (list, tuple)):
             return {"" if len(source) == 1 else f"dataloader_idx_{i}": loader for i, loader in enumerate(source)}
         return {"": source}
+
+    def _begun_epoch(self, module: TrainModule) -> dict[str, Any] | None:
+        """Where an earlier fit of this module has left its data, in the middle of an epoch."""
+        if self.data is None or self.progress.epoch_done or self._prepared is None or self._prepared[0] is not module:
+            return None
+        return self.data.state_dict()
 
     def _summary(self, loader: Any) -> str:
         """What is in force, in one line."""

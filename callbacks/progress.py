@@ -224,7 +224,7 @@ class Progress(Callback):
         else:
             self._pace.pause(now)
         self._task, self._task_pace, self._task_done = task, Pace(0, now), 0
-        batches = sum(trainer.num_val_batches) if trainer.state == "fit" else math.inf
+        batches = sum(trainer.num_val_batches)
         self._task_total = _whole(batches)
         self._due = now + self._seconds
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from acclight.messages import warn
 
 if TYPE_CHECKING:
     from acclight.trainer import Trainer
@@ -25,6 +27,8 @@ class SchedulerConfig:
     strict: bool = True
     name: str | None = None
     reduce_on_plateau: bool = False
+    #: The watched metric was missing, and that has been said.
+    missed: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
         if not hasattr(self.scheduler, "step"):
@@ -98,7 +102,7 @@ def _scheduler(item: Any, monitor: str | None = None) -> SchedulerConfig:
         return item
     if not isinstance(item, Mapping):
         return SchedulerConfig(item, monitor=monitor)
-    known = set(SchedulerConfig.__dataclass_fields__)
+    known = {f.name for f in fields(SchedulerConfig) if f.init}
     unknown = sorted(set(item) - known)
     if unknown:
         raise ValueError(f"lr_scheduler has the unknown key {unknown[0]!r}; it takes {sorted(known)}")
@@ -136,6 +140,9 @@ def step_schedulers(
                 raise ValueError(
                     f"the scheduler watches {config.monitor!r}, which was not logged; there are {sorted(metrics)}"
                 )
+            if not config.missed:
+                warn(f"the scheduler watches {config.monitor!r}, which was not logged: it does not step")
+                config.missed = True
             continue
         config.scheduler.step(metrics[config.monitor])
 

@@ -16,12 +16,7 @@ if TYPE_CHECKING:
 
 def training_data(trainer: Trainer, loader: Any) -> TrainData:
     """What this rank reads of the training loader; the order of the samples follows torch's seed on rank 0."""
-    if hasattr(loader, "__len__") and len(loader) == 0:
-        warn(
-            f"the training loader ({type(loader).__name__}, batch_size {getattr(loader, 'batch_size', None)}) has no batches: "
-            "nothing will be trained; give it more samples, or leave drop_last off"
-        )
-    return TrainData(
+    data = TrainData(
         loader,
         rank=trainer.global_rank,
         world_size=trainer.world_size,
@@ -29,6 +24,13 @@ def training_data(trainer: Trainer, loader: Any) -> TrainData:
         limit=trainer.limits["train"],
         own_share=_brings_its_own_share(trainer, loader, "training"),
     )
+    if data.num_batches == 0 and trainer.limits["train"] != 0:
+        samples = getattr(getattr(loader, "dataset", None), "__len__", lambda: "unknown")()
+        warn(
+            f"the training loader ({type(loader).__name__}, {samples} samples, batch_size {getattr(loader, 'batch_size', None)}, "
+            f"drop_last {getattr(loader, 'drop_last', None)}) gives no batches: nothing will be trained"
+        )
+    return data
 
 
 def evaluation_data(trainer: Trainer, stage: str, loaders: Mapping[str, Any]) -> dict[str, EvalData]:

@@ -125,8 +125,10 @@ class FSDP2Strategy(Strategy):
         # torch.nn.utils.clip_grad_value_ has no sharding rule for its foreach clamp; element by element shards are exact.
         for p in parameters:
             if p.grad is not None:
-                grad = p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad
-                grad.clamp_(-limit, limit)
+                self.local(p.grad).clamp_(-limit, limit)
+
+    def local(self, tensor: Tensor) -> Tensor:
+        return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
     def settle(self) -> None:
         # The root is still gathered after a forward without a backward, and the user's module is not the root: no hook helps.

@@ -116,6 +116,10 @@ class Strategy:
         """Clamps every element of the gradients to [-limit, limit]."""
         torch.nn.utils.clip_grad_value_(parameters, limit)
 
+    def local(self, tensor: Tensor) -> Tensor:
+        """What this rank holds of a parameter or gradient, sharing its memory."""
+        return tensor
+
     def total_norm(self, gradients: Sequence[Tensor]) -> Tensor:
         """The 2-norm over all gradients of the whole model, a scalar tensor that is equal on every rank."""
         return torch.nn.utils.get_total_norm(gradients)

@@ -1,0 +1,438 @@
+"""Counts, intervals, limits, schedulers and clipping of the fit loop, by values worked out by hand."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset
+
+from acclight import Callback, LossSum, Trainer, TrainModule
+from tests.distributed import RankChecks
+from tests.scenarios import DISTRIBUTED, Recorder, Scalar, Vector, quiet_trainer, repeated, whole
+
+on_two_ranks = RankChecks(world_size=2, timeout=90.0)
+EVERYWHERE = ["single", *DISTRIBUTED]
+
+
+class Ragged(TrainModule):
+    """w = 0; a sample is a list of token values padded by nan; the loss of a token is (w - x)^2 / 2."""
+
+    def __init__(self, form: str = "count_items") -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.zeros(1))
+        if form != "count_items":
+            self.count_items = super().count_items  # type: ignore[method-assign]
+        self.form = form
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        tokens = batch[~batch.isnan()]
+        losses = (self.w - tokens) ** 2 / 2
+        if self.form == "loss_sum":
+            return LossSum(losses.sum(), len(tokens))
+        return losses.mean() if len(tokens) else (self.w * 0.0).sum()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class RaggedCounted(Ragged):
+    def count_items(self, batch: Tensor) -> Tensor:
+        return (~batch.isnan()).sum()
+
+
+def padded(*rows: list[float]) -> DataLoader[Any]:
+    return DataLoader(torch.tensor([row + [math.nan] * (4 - len(row)) for row in rows]), batch_size=1)
+
+
+# --- accumulation ----------------------------------------------------------------------------------------------------
+
+
+def test_tokens_weigh_the_same_in_one_process() -> None:
+    module = RaggedCounted()
+    trainer = quiet_trainer(strategy="single", max_steps=1, accumulate_grad_batches=4)
+    trainer.fit(module, padded([1], [2, 2], [3, 3, 3], [4, 4, 4, 4]))
+    # (1 + 2*2 + 3*3 + 4*4) / 10 = 3.0; lr 0.1.
+    assert float(module.w.detach()) == pytest.approx(0.300, abs=1e-6)
+
+
+@on_two_ranks
+@pytest.mark.parametrize("strategy", DISTRIBUTED)
+def test_tokens_weigh_the_same_over_ranks(strategy: str) -> None:
+    trainer = quiet_trainer(strategy=strategy, max_steps=1, accumulate_grad_batches=2)
+    # Rank 0 reads rows 0 and 2, rank 1 rows 1 and 3.
+    trainer.fit(RaggedCounted(), padded([1], [3, 3, 3], [2, 2], [4, 4, 4, 4]))
+    assert float(whole(trainer, "w")) == pytest.approx(0.300, abs=1e-6)
+
+
+@on_two_ranks
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+def test_a_loss_sum_weighs_the_same_over_ranks(strategy: str) -> None:
+    trainer = quiet_trainer(strategy=strategy, max_steps=1, accumulate_grad_batches=2)
+    trainer.fit(Ragged("loss_sum"), padded([1], [3, 3, 3], [2, 2], [4, 4, 4, 4]))
+    assert float(whole(trainer, "w")) == pytest.approx(0.300, abs=1e-6)
+
+
+class OwnDict(dict[str, Any]):
+    pass
+
+
+class ReturnsOwnDict(Scalar):
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        return OwnDict(loss=self.loss(batch))
+
+
+@on_two_ranks
+@pytest.mark.parametrize("strategy", DISTRIBUTED)
+def test_a_loss_in_a_dict_of_the_users_own_class(strategy: str) -> None:
+    trainer = quiet_trainer(strategy=strategy, max_steps=1)
+    trainer.fit(ReturnsOwnDict(lr=0.5), DataLoader(torch.tensor([1.0, 3.0]), batch_size=1))
+    assert float(whole(trainer, "w")) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("form", ["count_items", "loss_sum"])
+def test_a_micro_batch_without_items_does_not_spoil_the_window(form: str) -> None:
+    module = RaggedCounted() if form == "count_items" else Ragged("loss_sum")
+    trainer = quiet_trainer(strategy="single", max_steps=1, accumulate_grad_batches=3)
+    trainer.fit(module, padded([1], [], [3]))
+    assert float(module.w.detach()) == pytest.approx(0.2, abs=1e-6)
+
+
+def test_the_last_short_window_is_averaged_over_what_it_holds() -> None:
+    module = Scalar(lr=0.5)
+    trainer = quiet_trainer(strategy="single", max_epochs=1, accumulate_grad_batches=2)
+    trainer.fit(module, repeated([1.0, 1.0, 1.0, 1.0, 3.0], 1))
+    assert trainer.global_step == 3
+    assert float(module.w.detach()) == 1.875
+
+
+@on_two_ranks
+@pytest.mark.parametrize("strategy", DISTRIBUTED)
+def test_the_last_short_window_on_two_ranks(strategy: str) -> None:
+    module = Scalar(lr=0.5)
+    trainer = quiet_trainer(strategy=strategy, max_epochs=1, accumulate_grad_batches=2)
+    trainer.fit(module, repeated([1.0, 1.0, 1.0, 1.0, 3.0], 2))
+    assert trainer.global_step == 3
+    assert float(whole(trainer, "w")) == 1.875
+    # The loss that hooks and logs see is the batch's own: (0 - 1)^2 / 2.
+    assert module.losses[0] == 0.5
+
+
+def test_an_epoch_shorter_than_the_window_steps_at_its_end() -> None:
+    trainer = quiet_trainer(strategy="single", max_epochs=4, accumulate_grad_batches=4)
+    module = Scalar()
+    trainer.fit(module, repeated([1.0, 3.0], 1))
+    assert trainer.global_step == 4
+    assert trainer.estimated_stepping_batches == 4
+    # Each gradient is averaged over 2: w <- w - 0.5 (w - 2), four times from 0.
+    assert float(module.w.detach()) == pytest.approx(2.0 - 2.0 * 0.5**4)
+
+
+@pytest.mark.parametrize(
+    ("batches", "accumulate", "arguments", "steps"),
+    [(10, 2, {"max_steps": 3}, 3), (7, 2, {"max_epochs": 2}, 8), (5, 3, {"max_epochs": 3, "max_steps": 4}, 4)],
+)
+def test_the_estimate_is_the_number_of_steps(
+    batches: int, accumulate: int, arguments: dict[str, int], steps: int
+) -> None:
+    estimates = []
+
+    class Asking(Scalar):
+        def configure_optimizers(self) -> Any:
+            estimates.append(self.trainer.estimated_stepping_batches)
+            return super().configure_optimizers()
+
+    trainer = quiet_trainer(strategy="single", accumulate_grad_batches=accumulate, **arguments)
+    trainer.fit(Asking(), repeated([1.0] * batches, 1))
+    assert trainer.global_step == steps
+    assert estimates == [steps]
+
+
+class Ends(Callback):
+    def __init__(self) -> None:
+        self.train_ends = 0
+        self.scheduler_epochs: list[int] = []
+
+    def on_train_end(self, trainer: Trainer, module: TrainModule) -> None:
+        self.train_ends += 1
+
+
+class Scheduled(Scalar):
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=1.0)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.1)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+def test_max_steps_counts_optimizer_steps() -> None:
+    module, ends = Scheduled(), Ends()
+    trainer = quiet_trainer(strategy="single", max_steps=3, accumulate_grad_batches=2, callbacks=ends)
+    trainer.fit(module, repeated([1.0] * 10, 1))
+    assert len(module.batches) == 6
+    assert trainer.global_step == 3
+    assert trainer.lr_scheduler_configs[0].scheduler.last_epoch == 3
+    assert ends.train_ends == 1
+
+
+def rates_of_four_steps(strategy: str, world: int) -> None:
+    recorder = Recorder()
+    trainer = quiet_trainer(strategy=strategy, max_epochs=1, callbacks=recorder)
+    trainer.fit(Scheduled(), repeated([1.0] * 4, world))
+    # on_step comes after the scheduler's change of that step.
+    assert recorder.rates == pytest.approx([1.0, 0.1, 0.1, 0.01])
+    assert trainer.lr_scheduler_configs[0].scheduler.last_epoch == 4
+    assert recorder.steps == [1, 2, 3, 4]
+
+
+def test_the_scheduler_steps_once_per_step_in_one_process() -> None:
+    rates_of_four_steps("single", 1)
+
+
+@on_two_ranks
+@pytest.mark.parametrize("strategy", DISTRIBUTED)
+def test_the_scheduler_steps_once_per_step_on_two_ranks(strategy: str) -> None:
+    rates_of_four_steps(strategy, 2)
+
+
+# --- plateau ---------------------------------------------------------------------------------------------------------
+
+
+class Plateau(Scalar):
+    def __init__(self, monitor: str = "val_loss", strict: bool = True) -> None:
+        super().__init__(lr=1.0)
+        self.monitor = monitor
+        self.strict = strict
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.log("val_loss", 1.0)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=1.0)
+        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.1)
+        entry = {"scheduler": scheduler, "monitor": self.monitor, "strict": self.strict}
+        return {"optimizer": optimizer, "lr_scheduler": entry}
+
+
+def test_a_plateau_scheduler_steps_on_fresh_values_only() -> None:
+    trainer = quiet_trainer(strategy="single", max_epochs=4, check_val_every_n_epoch=2)
+    trainer.fit(Plateau(), repeated([1.0], 1), repeated([1.0], 1))
+    # After epochs 2 and 4: the second is no better than the first.
+    assert trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.1)
+    assert trainer.lr_scheduler_configs[0].scheduler.last_epoch == 2
+
+
+def test_a_missing_plateau_metric_is_an_error_at_the_first_validation() -> None:
+    module = Plateau(monitor="val_los")
+    with pytest.raises(ValueError, match=r"'val_los'.*val_loss"):
+        quiet_trainer(strategy="single", max_epochs=4).fit(module, repeated([1.0], 1), repeated([1.0], 1))
+    assert len(module.batches) == 1
+
+
+def test_a_lenient_plateau_scheduler_warns_once(recwarn: pytest.WarningsRecorder) -> None:
+    trainer = quiet_trainer(strategy="single", max_epochs=3)
+    trainer.fit(Plateau(monitor="other", strict=False), repeated([1.0], 1), repeated([1.0], 1))
+    assert trainer.optimizers[0].param_groups[0]["lr"] == 1.0
+    assert len([w for w in recwarn if "'other'" in str(w.message)]) == 1
+
+
+# --- validation intervals ----------------------------------------------------------------------------------------------
+
+
+class Validations(Callback):
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+
+    def on_validation_start(self, trainer: Trainer, module: TrainModule) -> None:
+        if not trainer.sanity_checking:
+            self.steps.append(trainer.global_step)
+
+
+def validations(strategy: str, world: int, interval: float) -> list[int]:
+    seen = Validations()
+    trainer = quiet_trainer(
+        strategy=strategy, max_epochs=2, accumulate_grad_batches=2, val_check_interval=interval, callbacks=seen
+    )
+    trainer.fit(Scalar(), repeated([1.0] * 7, world), repeated([1.0], world))
+    assert trainer.global_step == 8
+    return seen.steps
+
+
+@pytest.mark.parametrize(("interval", "steps"), [(2, [2, 4, 6, 8]), (1.0, [4, 8]), (0.5, [2, 4, 6, 8]), (3, [3, 6])])
+def test_validation_intervals_count_optimizer_steps(interval: float, steps: list[int]) -> None:
+    assert validations("single", 1, interval) == steps
+
+
+@on_two_ranks
+def test_validation_intervals_are_the_same_on_two_ranks() -> None:
+    assert validations("ddp", 2, 2) == [2, 4, 6, 8]
+
+
+# --- clipping ----------------------------------------------------------------------------------------------------------
+
+
+def clipped(strategy: str, world: int, algorithm: str, value: float) -> tuple[list[float], list[float]]:
+    recorder = Recorder(norms=algorithm == "norm")
+    trainer = quiet_trainer(
+        strategy=strategy, max_steps=1, gradient_clip_val=value, gradient_clip_algorithm=algorithm, callbacks=recorder
+    )
+    trainer.fit(Vector(), repeated([0.0], world))
+    return whole(trainer, "w").tolist(), recorder.norms
+
+
+def test_clipping_in_one_process() -> None:
+    w, norms = clipped("single", 1, "norm", 6.5)
+    assert w == pytest.approx([-1.5, -2.0, 0.0, -6.0], abs=1e-5)
+    assert norms == [13.0]
+    assert clipped("single", 1, "value", 3.5)[0] == pytest.approx([-3.0, -3.5, 0.0, -3.5])
+
+
+@on_two_ranks
+@pytest.mark.parametrize("strategy", DISTRIBUTED)
+def test_clipping_by_the_whole_norm_on_two_ranks(strategy: str) -> None:
+    w, norms = clipped(strategy, 2, "norm", 6.5)
+    assert w == pytest.approx([-1.5, -2.0, 0.0, -6.0], abs=1e-5)
+    assert norms == pytest.approx([13.0], abs=1e-5)
+    assert type(norms[0]) is float
+
+
+@on_two_ranks
+@pytest.mark.parametrize("strategy", DISTRIBUTED)
+def test_clipping_off_is_off(strategy: str) -> None:
+    w, norms = clipped(strategy, 2, "norm", 0.0)
+    assert w == pytest.approx([-3.0, -4.0, 0.0, -12.0], abs=1e-5)
+    assert norms == pytest.approx([13.0], abs=1e-5)
+
+
+@on_two_ranks
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+def test_clipping_by_value_on_two_ranks(strategy: str) -> None:
+    assert clipped(strategy, 2, "value", 3.5)[0] == pytest.approx([-3.0, -3.5, 0.0, -3.5])
+
+
+# --- limits, second fits, uneven ranks -----------------------------------------------------------------------------------
+
+
+class Epochs(Callback):
+    def __init__(self) -> None:
+        self.seen: list[int] = []
+
+    def on_train_epoch_start(self, trainer: Trainer, module: TrainModule) -> None:
+        self.seen.append(trainer.current_epoch)
+
+
+def test_a_second_fit_goes_on_to_a_raised_limit(caplog: pytest.LogCaptureFixture) -> None:
+    epochs = Epochs()
+    trainer, module, data = (
+        quiet_trainer(strategy="single", max_epochs=2, callbacks=epochs),
+        Scalar(),
+        repeated([1.0, 2.0], 1),
+    )
+    trainer.fit(module, data)
+    trainer.validate(module, data)
+    trainer.fit(module, data)
+    assert epochs.seen == [0, 1]
+    assert "max_epochs=2 is reached" in caplog.text
+    trainer.max_epochs = 4
+    trainer.fit(module, data)
+    assert epochs.seen == [0, 1, 2, 3]
+    assert trainer.global_step == 8
+    other = Scalar()
+    trainer.fit(other, data)
+    assert len(other.batches) == 8
+
+
+def test_max_steps_is_absolute_too(caplog: pytest.LogCaptureFixture) -> None:
+    trainer, module, data = quiet_trainer(strategy="single", max_steps=3), Scalar(), repeated([1.0, 2.0], 1)
+    trainer.fit(module, data)
+    trainer.fit(module, data)
+    assert len(module.batches) == 3
+    assert "max_steps=3 is reached" in caplog.text
+    trainer.max_steps = 5
+    trainer.fit(module, data)
+    # Sample 3 of epoch 1 is the next one: 1, 2 | 1, then 2 | 1.
+    assert [float(b) for b in module.batches] == [1.0, 2.0, 1.0, 2.0, 1.0]
+
+
+class OwnStream(IterableDataset[Any]):
+    """Each rank has a stream of its own length."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(torch.ones(self.length))
+
+
+@on_two_ranks
+@pytest.mark.parametrize("strategy", DISTRIBUTED)
+def test_ranks_with_different_numbers_of_batches_stop_together(strategy: str) -> None:
+    trainer = quiet_trainer(strategy=strategy, max_epochs=1)
+    rank = trainer.global_rank
+    module = Scalar()
+    trainer.fit(module, DataLoader(OwnStream(3 if rank == 0 else 5), batch_size=1))
+    assert trainer.global_step == 3
+    results = trainer.validate(module, DataLoader(OwnStream(3 if rank == 0 else 5), batch_size=1))
+    w = float(whole(trainer, "w"))
+    assert results[0]["val_loss"] == pytest.approx((w - 1.0) ** 2 / 2)
+
+
+# --- errors ------------------------------------------------------------------------------------------------------------
+
+
+def test_an_unknown_argument_names_the_nearest() -> None:
+    with pytest.raises(TypeError, match=r"'max_epoch'.*'max_epochs'"):
+        Trainer(max_epoch=1)
+
+
+@pytest.mark.parametrize(
+    ("returned", "error", "text"),
+    [
+        (lambda m: m.w.detach().sum(), RuntimeError, "training_step returned a loss without a graph"),
+        (lambda m: {"los": m.w.sum()}, ValueError, r"training_step returned a dict without 'loss'.*los"),
+        (lambda m: torch.cat([m.w, m.w]), TypeError, r"training_step returned a tensor of shape \(2,\)"),
+        (lambda m: "loss", TypeError, "training_step returned str"),
+    ],
+)
+def test_a_wrong_loss_names_training_step(returned: Any, error: type[Exception], text: str) -> None:
+    class Wrong(Scalar):
+        def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+            return returned(self)
+
+    with pytest.raises(error, match=text):
+        quiet_trainer(strategy="single", max_steps=1).fit(Wrong(), repeated([1.0], 1))
+
+
+def test_the_users_own_exception_leaves_fit_and_the_trainer_can_be_used_again() -> None:
+    class Once(Scalar):
+        failed = False
+
+        def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+            if batch_idx == 2 and not self.failed:
+                self.failed = True
+                raise KeyboardInterrupt
+            return super().training_step(batch, batch_idx)
+
+    class Notes(Callback):
+        def __init__(self) -> None:
+            self.seen: list[str] = []
+
+        def on_exception(self, trainer: Trainer, module: TrainModule, exception: BaseException) -> None:
+            self.seen.append(type(exception).__name__)
+
+        def teardown(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
+            self.seen.append("teardown")
+
+    notes, module = Notes(), Once()
+    trainer = quiet_trainer(strategy="single", max_epochs=1, callbacks=notes)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.fit(module, repeated([1.0] * 5, 1))
+    assert notes.seen == ["KeyboardInterrupt", "teardown"]
+    assert trainer.interrupted
+    assert float(module.w.detach()) == 0.75
+    trainer.fit(module, repeated([1.0] * 5, 1))
+    assert trainer.global_step == 5
+    assert not trainer.interrupted
