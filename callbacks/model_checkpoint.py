@@ -179,6 +179,13 @@ class ModelCheckpoint(Callback):
         """The newest checkpoint; empty when there is none."""
         return self._saved[-1].path if self._saved else ""
 
+    def search_folders(self) -> list[Path]:
+        """Where checkpoints to resume from lie: `dirpath`, and by default also that folder of the other runs of its name."""
+        if self.dirpath is None:
+            return []
+        folder = Path(self.dirpath)
+        return [folder, *sorted(folder.parent.parent.glob(f"*/{folder.name}"))] if self._default_dirpath else [folder]
+
     def save(self, trainer: Trainer) -> None:
         """Saves now, whatever the score, unless this step is saved already. Every rank has to call it."""
         newest = self._written or (self._saved[-1] if self._saved else None)

@@ -70,7 +70,7 @@ def _shape(*sizes: int, **others: Any) -> dict[str, Any]:
 
 PRESETS = {
     # 1,115,008 parameters: minutes on two CPU cores
-    "tiny": Preset(_shape(2048, 128, 3, 4, 2, 384, 512), 128, 8, 5e-3, 600),
+    "tiny": Preset(_shape(2048, 128, 3, 4, 2, 384, 512), 128, 8, 5e-3, 500),
     # 149,444,352 parameters
     "150m": Preset(_shape(32_768, 768, 14, 12, 12, 2048, 2048), 1024, 16, 6e-4, 10_000),
     # 1,235,814,400 parameters: the shape of Llama 3.2 1B

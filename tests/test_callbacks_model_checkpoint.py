@@ -185,7 +185,8 @@ def test_end_of_epoch_validation_scores_what_the_last_step_has_saved(tmp_path: P
     callback = ModelCheckpoint(tmp_path / "ckpt", monitor="val/distance", every_n_train_steps=2)
     trainer, _ = fit(tmp_path, callback)
     assert callback.best_k_models == pytest.approx({str(tmp_path / "ckpt" / "step-00000004"): distance(4)})
-    assert names(tmp_path / "ckpt") == ["step-00000004"]
+    # Step 6 had no validation and so no score: it stays as the newest, as step 8 is no better than step 4 and is not saved.
+    assert names(tmp_path / "ckpt") == ["step-00000004", "step-00000006"]
     assert_best_is_what_it_says(trainer, callback)
 
 

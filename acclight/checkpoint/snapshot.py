@@ -128,11 +128,11 @@ def find(trainer: Trainer, ckpt_path: str | Path | None) -> Reader | None:
 
 
 def _folders(trainer: Trainer) -> list[Path]:
-    """Where checkpoints of this and of earlier runs lie: the callbacks' folders, and `checkpoints` below default_root_dir."""
+    """Where checkpoints of this and of earlier runs lie: where the callbacks say, else below default_root_dir."""
+    asked = [c.search_folders() for c in trainer.callbacks if hasattr(c, "search_folders")]
     root = trainer.default_root_dir
-    own = [Path(folder) for c in trainer.callbacks if (folder := getattr(c, "dirpath", None))]
-    below = [folder for depth in ("", "*/", "*/*/") for folder in root.glob(f"{depth}checkpoints") if folder.is_dir()]
-    return list(dict.fromkeys(path.resolve() for path in (*own, *below, root / "checkpoints")))
+    folders = [folder for own in asked for folder in own] or [root / "checkpoints", *root.glob("*/*/checkpoints")]
+    return list(dict.fromkeys(path.resolve() for path in folders))
 
 
 def restore_weights(trainer: Trainer, reader: Reader) -> None:
