@@ -539,7 +539,7 @@ class Trainer:
                 datamodule.trainer = self
             self.hooks = Hooks(self, module, self.callbacks)
             self.should_stop = self.interrupted = False
-            status = "failed"
+            failed = True
             try:
                 with self.core.local_first():
                     if self.core.local_rank == 0 and datamodule is not None:
@@ -550,10 +550,9 @@ class Trainer:
                     datamodule.setup(state)
                 module.setup(state)
                 yield
-                status = "interrupted" if self.interrupted else "success"
+                failed = False
             except BaseException as error:
                 self.interrupted = isinstance(error, KeyboardInterrupt)
-                status = "interrupted" if self.interrupted else "failed"
                 elsewhere = self.core.failed_elsewhere(error)
                 self._after_exception(error)
                 if elsewhere is not None and isinstance(error, RuntimeError):
@@ -563,26 +562,23 @@ class Trainer:
                     ) from None
                 raise
             finally:
-                self._teardown(state, module, datamodule, status)
+                self._teardown(state, module, datamodule, failed=failed)
 
     def _after_exception(self, error: BaseException) -> None:
-        # A hook that fails while another exception is on its way must not hide it.
         for call in self.hooks.on_exception:
-            try:
-                call(error)
-            except Exception as second:
-                warnings.warn(f"on_exception itself raised {type(second).__name__}: {second}", stacklevel=2)
+            self._attempt(call, error, underway=True)
 
-    def _teardown(self, state: str, module: TrainModule, datamodule: DataModule | None, status: str) -> None:
+    def _teardown(self, state: str, module: TrainModule, datamodule: DataModule | None, *, failed: bool) -> None:
+        """Every part is torn down, whatever another one raises."""
         try:
             for callback in self.callbacks:
-                callback.teardown(self, module, state)
-            module.teardown(state)
+                self._attempt(callback.teardown, self, module, state, underway=failed)
+            self._attempt(module.teardown, state, underway=failed)
             if datamodule is not None:
-                datamodule.teardown(state)
-            if self.is_global_zero:
-                for one in self.loggers:
-                    one.finalize(status)
+                self._attempt(datamodule.teardown, state, underway=failed)
+            for one in self.loggers if self.is_global_zero else ():
+                status = "interrupted" if self.interrupted else "failed" if failed else "success"
+                self._attempt(one.finalize, status, underway=failed)
         finally:
             self._close_data()
             self.state = None
@@ -592,6 +588,16 @@ class Trainer:
             module._trainer = None
             if datamodule is not None:
                 datamodule.trainer = None
+
+    @staticmethod
+    def _attempt(call: Callable[..., Any], *args: Any, underway: bool) -> None:
+        """Calls something of the user's; while an exception is on its way, a second one must not hide it."""
+        try:
+            call(*args)
+        except Exception as error:
+            if not underway:
+                raise
+            warnings.warn(f"{call.__qualname__} itself raised {type(error).__name__}: {error}", stacklevel=2)
 
     def _close_data(self) -> None:
         """Ends the worker processes of loaders that keep them."""

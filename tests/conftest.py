@@ -4,18 +4,12 @@ from __future__ import annotations
 
 import os
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
-# What the Makefile does: DeepSpeed finds ninja, and what the set-up compiled for it.
+# What the Makefile does: torch.compile finds ninja.
 os.environ["PATH"] = os.pathsep.join([str(Path(sys.prefix) / "bin"), os.environ["PATH"]])
-os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(Path(sys.prefix) / "torch_extensions"))
-for _lock in Path(os.environ["TORCH_EXTENSIONS_DIR"]).glob("*/lock"):
-    # A process that was killed while it held the lock leaves it, and torch would wait for it for ever.
-    if time.time() - _lock.stat().st_mtime > 600.0:
-        _lock.unlink(missing_ok=True)
 # Before torch, transformers and matplotlib are imported; child processes inherit it.
 os.environ.update(HF_HUB_OFFLINE="1", MPLBACKEND="Agg", OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false")
 for _name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
