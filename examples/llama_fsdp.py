@@ -1,6 +1,6 @@
-"""Pre-trains a Llama on source code: one script for a laptop, one GPU, or many machines.
+r"""Pre-trains a Llama on source code: one script for a laptop, one GPU, or many machines.
 
-On two CPU cores the defaults take about two minutes and need no network:
+On two CPU cores the defaults take one to two minutes and need no network:
 
     python examples/llama_fsdp.py
 
@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
-from packed_text import PackedText, TextError, files_text, hf_dataset_text, stdlib_text
+from packed_text import PackedText, Text, TextError, files_text, hf_dataset_text, stdlib_text
 from tokenizers import Tokenizer
 from torch import Tensor
 from torch.nn.functional import cross_entropy
@@ -70,7 +70,7 @@ def _shape(*sizes: int, **others: Any) -> dict[str, Any]:
 
 PRESETS = {
     # 1,115,008 parameters: minutes on two CPU cores
-    "tiny": Preset(_shape(2048, 128, 3, 4, 2, 384, 512), 128, 8, 5e-3, 500),
+    "tiny": Preset(_shape(2048, 128, 3, 4, 2, 384, 512), 128, 8, 2.5e-3, 500),
     # 149,444,352 parameters
     "150m": Preset(_shape(32_768, 768, 14, 12, 12, 2048, 2048), 1024, 16, 6e-4, 10_000),
     # 1,235,814,400 parameters: the shape of Llama 3.2 1B
@@ -163,11 +163,11 @@ class StartOfCurve(Callback):
 
 
 def write_sample(saved: Path, tokenizer: Tokenizer, tokens: int) -> str:
-    """What the model of a checkpoint writes behind "def "; whole weights on one process, whatever strategy saved them."""
+    """What the model of a checkpoint writes; it is whole on one process, whatever strategy saved it."""
     model = Llama.load_from_checkpoint(saved).model.eval()
-    start = torch.tensor([tokenizer.encode("def ").ids])
+    start = torch.tensor([tokenizer.encode("def __init__(self, ").ids])
     torch.manual_seed(0)
-    settings = {"do_sample": True, "temperature": 0.8, "top_k": 40, "pad_token_id": 0}
+    settings = {"do_sample": True, "temperature": 0.7, "top_k": 40, "pad_token_id": 0}
     # Under ZeRO-3 transformers would wait for the other ranks, which do not generate.
     written = model.generate(start, max_new_tokens=tokens, synced_gpus=False, **settings)
     return tokenizer.decode(written[0].tolist())
@@ -247,23 +247,16 @@ def main() -> None:
     vocab_size = preset.shape["vocab_size"]
     try:
         seed_everything(args.seed)
-        text = (
-            files_text(args.text)
-            if args.text
-            else hf_dataset_text(args.hf_dataset)
-            if args.hf_dataset
-            else stdlib_text()
+        data = PackedText(
+            open_text(args), args.cache, vocab_size=vocab_size, seq_len=args.seq_len, batch_size=args.batch_size
         )
-        data = PackedText(text, args.cache, vocab_size=vocab_size, seq_len=args.seq_len, batch_size=args.batch_size)
-        if args.resume is None and os.environ.get("RANK", "0") == "0":
-            run.set_aside_earlier()
         trainer = Trainer(
-            strategy=args.strategy or launched_strategy(),
+            strategy=launched_strategy() if args.strategy == "auto" else args.strategy,
             precision=args.precision,
             max_steps=args.max_steps,
             accumulate_grad_batches=args.accumulate,
             gradient_clip_val=1.0,
-            val_check_interval=args.val_every,
+            val_check_interval=min(args.val_every, args.max_steps),
             log_every_n_steps=args.log_every,
             num_sanity_val_steps=-1,
             callbacks=[
@@ -279,6 +272,8 @@ def main() -> None:
         )
     except (ValueError, ImportError) as error:
         parser.error(str(error))
+    if args.resume is None and trainer.is_global_zero:
+        run.set_aside_earlier()
     module = Llama(preset.shape, args.learning_rate, args.seed)
     try:
         trainer.fit(module, datamodule=data, ckpt_path=args.resume)
@@ -286,6 +281,13 @@ def main() -> None:
         parser.error(str(error))
     if trainer.is_global_zero:
         report(run, data.tokenizer(), vocab_size, args.sample_tokens)
+
+
+def open_text(args: argparse.Namespace) -> Text:
+    """The text that the arguments ask for."""
+    if args.hf_dataset:
+        return hf_dataset_text(args.hf_dataset)
+    return files_text(args.text) if args.text else stdlib_text()
 
 
 def launched_strategy() -> str:
@@ -296,7 +298,7 @@ def launched_strategy() -> str:
 
 # --- arguments --------------------------------------------------------------------------------------------------------
 
-STRATEGIES = ("single", "ddp", "fsdp2", "deepspeed_stage_1", "deepspeed_stage_2", "deepspeed_stage_3")
+STRATEGIES = ("auto", "single", "ddp", "fsdp2", "deepspeed_stage_1", "deepspeed_stage_2", "deepspeed_stage_3")
 PRECISIONS = ("32", "bf16-mixed", "16-mixed")
 
 
@@ -356,7 +358,8 @@ def parse(arguments: Sequence[str] | None = None) -> tuple[Parser, argparse.Name
     add("--accumulate", type=whole, default=1, metavar="N", help="batches of an optimizer step; default 1")
     add("--max-steps", type=whole, metavar="N", help="optimizer steps in all")
     add("--learning-rate", type=rate, metavar="RATE", help="the highest, after the warm-up")
-    add("--strategy", type=strategy, metavar="NAME", help=f"{', '.join(STRATEGIES)}; default: the launcher's, or fsdp2")
+    kinds = f"{', '.join(STRATEGIES)}; auto, the default, is the launch file's, else fsdp2"
+    add("--strategy", type=strategy, default="auto", metavar="NAME", help=kinds)
     add("--precision", type=precision, metavar="NAME", help=f"{', '.join(PRECISIONS)}; default: the launcher's, or 32")
     add("--resume", nargs="?", const="auto", metavar="FOLDER", help="a checkpoint; alone or auto: the newest in --out")
     add("--out", type=Path, default=Path("runs/llama"), help="folder of the run; default runs/llama")

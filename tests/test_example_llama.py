@@ -276,6 +276,7 @@ def test_launched_runs_agree(config: str, shared: list[Any], one_device: dict[in
     assert sorted(loss) == sorted(one_device)
     for step, value in loss.items():
         assert value == pytest.approx(one_device[step], abs=1e-4), step
+    assert f"strategy {config}" in done.stdout, "the Trainer says what really runs"
     assert done.stdout.count("--- a sample ---") == 1
 
 
