@@ -18,8 +18,9 @@ INSTALL := $(BIN)/python -m pip install --quiet -c constraints.txt --no-build-is
 help: ## Say what there is
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' Makefile | expand -t 16
 
+# Threads that wait without spinning: where other programs use the cores too, spinning ones slow the demo down tenfold.
 demo: $(VENV)/.stamp-demo ## Install, then train a small Llama on this machine
-	$(BIN)/python examples/llama_fsdp.py $(DEMO_ARGS)
+	OMP_WAIT_POLICY=PASSIVE $(BIN)/python examples/llama_fsdp.py $(DEMO_ARGS)
 
 test: lint types imports ## Install, then lint, check types and imports, and run the tests
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
@@ -57,7 +58,8 @@ $(VENV)/.stamp-venv:
 	$(PYTHON) -m venv $(VENV)
 	@touch $@
 
-$(VENV)/.stamp-demo: $(VENV)/.stamp-venv pyproject.toml constraints.txt
+$(VENV)/.stamp-# Threads that wait without spinning: where other programs use the cores too, spinning ones slow the demo down tenfold.
+demo: $(VENV)/.stamp-venv pyproject.toml constraints.txt
 	@echo "Installing acclight and what it needs into $(VENV); the first time takes minutes."
 	$(INSTALL) setuptools wheel
 	$(INSTALL) -e .
