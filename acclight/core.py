@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -14,17 +14,21 @@ from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from acclight.messages import info
 from acclight.strategies import process_group
+from acclight.strategies.compiling import LAUNCHER_VARIABLES, Compilation, counters_may_change, resolve_compilation
 from acclight.strategies.isolation import Isolation
+from acclight.strategies.precision import Precision, resolve_precision
 from acclight.strategies.strategy import Strategy
 
-# Trainer's names of a precision -> Accelerate's.
-_PRECISIONS: dict[str, str] = {
-    "32": "no", "32-true": "no", "no": "no",
-    "bf16": "bf16", "bf16-mixed": "bf16",
-    "16": "fp16", "16-mixed": "fp16", "fp16": "fp16",
-}  # fmt: skip
+
+class Nothing(NamedTuple):
+    """What comes out of a training_step without a loss where the other ranks may have one, and are joined with zeros.
+
+    Attributes:
+        zero: A scalar zero whose backward gives every trained parameter a gradient of zeros.
+    """
+
+    zero: Tensor
 
 
 class StepModule(nn.Module):
@@ -34,19 +38,60 @@ class StepModule(nn.Module):
     a sub-module or a helper method.
     """
 
-    def __init__(self, module: nn.Module, autocast: torch.autocast | None) -> None:
+    def __init__(
+        self, module: nn.Module, precision: Precision, device: torch.device, compilation: Compilation | None
+    ) -> None:
         super().__init__()
         self.module = module
-        self._autocast = autocast
+        self._precision = precision
+        self._autocast = torch.autocast(device.type, dtype=precision.autocast) if precision.autocast else None
+        self._compilation = compilation
+        self._compiled: dict[str, Callable[..., Any]] = {}
+        #: What self.log is given inside compiled code, the user's own as well.
+        self._traced_logs: list[tuple[Any, ...]] = []
+        module._traced_logs = self._traced_logs  # type: ignore[assignment]
+        #: A training_step that returns None gives `Nothing`: within the wrapped forward, so that wrappers see it.
+        self.stands_in = False
 
     def forward(self, step: str, *args: Any) -> Any:
-        if self._autocast is None:
-            outputs = getattr(self.module, step)(*args)
-        else:
+        method = getattr(self.module, step) if self._compilation is None else self._compiled_step(step)
+        if self._autocast is not None:
             with self._autocast:
-                outputs = getattr(self.module, step)(*args)
+                outputs = method(*args)
+        elif self._precision.parameters is not None:
+            with self._precision.default_dtype():
+                outputs = method(*self._precision.cast_inputs(args))
+        else:
+            outputs = method(*args)
+        if self._traced_logs:
+            owner: Any = self.module
+            for arguments in self._traced_logs:
+                owner.trainer.metrics.log(*arguments)
+            self._traced_logs.clear()
+        if outputs is None and self.stands_in and step == "training_step":
+            zeros: Any = _Zeros.apply
+            return Nothing(zeros(*(p for p in self.parameters() if p.requires_grad)))
         # Wrappers look for the loss in plain containers only, and FSDP2 would leave out the backward of another silently.
         return dict(outputs) if isinstance(outputs, dict) and type(outputs) is not dict else outputs
+
+    def _compiled_step(self, step: str) -> Callable[..., Any]:
+        assert self._compilation is not None
+        if step not in self._compiled:
+            self._compiled[step] = self._compilation.step(getattr(self.module, step))
+        return self._compiled[step]
+
+
+class _Zeros(torch.autograd.Function):
+    """Zero, with a gradient of zeros for everything; 0 * x would pass on what is not finite."""
+
+    @staticmethod
+    def forward(ctx: Any, *parameters: Tensor) -> Tensor:
+        ctx.save_for_backward(*parameters)
+        return parameters[0].new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return tuple(torch.zeros_like(p) for p in ctx.saved_tensors)
 
 
 class AcceleratorCore:
@@ -54,17 +99,25 @@ class AcceleratorCore:
 
     Args:
         strategy: How the model is spread over processes.
-        precision: "32", "bf16-mixed", "16-mixed" or None: what the launcher says, else "32".
+        precision: As the Trainer was given it; see `Strategy` for what each one means.
         clip_val: Largest gradient norm or element; 0 or None for no clipping.
         clip_algorithm: "norm" or "value".
+        compilation: As the Trainer's `compile` was given.
     """
 
     def __init__(
-        self, strategy: Strategy, *, precision: str | int | None, clip_val: float | None, clip_algorithm: str
+        self,
+        strategy: Strategy,
+        *,
+        precision: str | int | None,
+        clip_val: float | None,
+        clip_algorithm: str,
+        compilation: bool | str | Mapping[str, Any] | None = None,
     ) -> None:
         vars(rank_zero_only)["rank"] = int(os.environ.get("RANK", "0"))
         self.strategy = strategy
-        self.precision = _resolve_precision(precision)
+        self._precision = strategy.precision = resolve_precision(precision, strategy.configured_precision())
+        self._compilation = resolve_compilation(compilation)
         self.clip_val = float(clip_val or 0.0)
         self.clip_algorithm = clip_algorithm
         self.isolation = Isolation(self._environment(strategy))
@@ -76,15 +129,17 @@ class AcceleratorCore:
             strategy.claim_process_state(device_type)
             arguments = strategy.accelerator_arguments(
                 # Batches are the loop's own affair; the engine uses the number for its throughput timer only.
-                precision=self.precision, clip=self._engine_clip(), micro_batch_size=1,
+                clip=self._engine_clip(), micro_batch_size=1,
             )  # fmt: skip
             self.accelerator = Accelerator(
-                mixed_precision=self.precision,
+                mixed_precision=self._precision.accelerate,
                 cpu=strategy.kind in ("single", "ddp") and device_type == "cpu",
                 step_scheduler_with_optimizer=False,
                 **arguments,
             )
-        self.device: torch.device = self.accelerator.device
+        strategy.check_accelerator(self.accelerator)
+        # Accelerate calls a CPU "cpu:0" in some groups, which torch.compile takes for another device than a tensor's "cpu".
+        self.device = torch.device("cpu") if device_type == "cpu" else self.accelerator.device
         self.world_size: int = self.accelerator.num_processes
         self.global_rank: int = self.accelerator.process_index
         self.local_rank: int = max(self.accelerator.local_process_index, 0)
@@ -102,8 +157,9 @@ class AcceleratorCore:
             # A group of one: Accelerate takes a process for a distributed one when it finds these.
             variables |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
             variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-        # The Trainer counts the window, the clipping and the precision itself.
-        return variables | {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": None, "ACCELERATE_MIXED_PRECISION": None}
+        # The Trainer sees to the window, the precision and the compilation itself.
+        own = ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "ACCELERATE_MIXED_PRECISION", *LAUNCHER_VARIABLES)
+        return variables | dict.fromkeys(own)
 
     def _engine_clip(self) -> float:
         return self.clip_val if self.clip_algorithm == "norm" else 0.0
@@ -117,23 +173,40 @@ class AcceleratorCore:
     def is_global_zero(self) -> bool:
         return self.global_rank == 0
 
-    def active(self) -> AbstractContextManager[None]:
-        """Puts this Trainer's Accelerate state in place for as long as the context lasts."""
-        return self.isolation.active()
+    @property
+    def precision(self) -> str:
+        """The Trainer's name of the precision in force."""
+        return self._precision.name
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Puts this Trainer's process-wide state in place for as long as the context lasts."""
+        with self.isolation.active(), counters_may_change(self._compilation):
+            yield
+
+    @contextmanager
+    def init_context(self) -> Iterator[None]:
+        """The context in which `configure_model` creates parameters."""
+        with self.strategy.init_context(), self._precision.default_dtype():
+            yield
 
     # -- prepare --------------------------------------------------------------------------------------------------------
 
     def prepare(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-        """Wraps the user's module and binds the optimizers to it."""
-        dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.precision)
-        autocast = (
-            torch.autocast(self.device.type, dtype=dtype) if dtype and self.strategy.kind != "deepspeed" else None
-        )
-        self.step_module = StepModule(module, autocast)
+        """Wraps the user's module, anew where an evaluation has wrapped it before, and binds the optimizers to it."""
+        if not self.prepared or self.step_module.module is not module:
+            self._precision.cast_module(module)
+            if self._compilation is not None:
+                self._compilation.regions(module)
+        self.step_module = StepModule(module, self._precision, self.device, self._compilation)
+        self.strategy.manual = not getattr(module, "automatic_optimization", True)
         self.forward = self.strategy.prepare(self.accelerator, self.step_module, optimizers)
-        # Accelerate wraps forward in its own autocast and turns every output into float32; the thin module's autocast
-        # surrounds the step already, and outputs keep the type that the user gave them.
-        self.step_module.__dict__.pop("forward", None)
+        self.step_module = self.strategy.step_module  # type: ignore[assignment]
+        self._synced, self.step_module.stands_in = True, self.joins_with_nothing
+        if self._precision.name != "fp8":
+            # Accelerate wraps forward in its own autocast and turns every output into float32; the thin module's autocast
+            # surrounds the step already, and outputs keep the type that the user gave them. (fp8's recipes live in there.)
+            self.step_module.__dict__.pop("forward", None)
         self._trainable = [p for p in module.parameters() if p.requires_grad]
         self.prepared = True
 
@@ -150,36 +223,50 @@ class AcceleratorCore:
         if last is not self._synced:
             self.strategy.set_gradient_sync(last)
             self._synced = last
+            self.step_module.stands_in = last and self.joins_with_nothing
 
     def backward(self, loss: Tensor, weight: float | Tensor) -> None:
         """Adds the gradient of `weight * loss`. Over a window the weights of all ranks add up to the number of ranks."""
         self.strategy.backward(loss if isinstance(weight, float) and weight == 1.0 else loss * weight)
 
-    def clip(self, optimizer_index: int) -> None:
-        """Clips the window's gradients as the Trainer was asked to, and remembers their norm before clipping."""
+    def unscale(self, optimizer_index: int) -> None:
+        """Takes the fp16 loss scale out of one optimizer's gradients, so that hooks and clipping see the true ones."""
         self.strategy.unscale(optimizer_index)
+
+    def clip(self, *, skip: bool) -> None:
+        """Clips the window's gradients as the Trainer was asked to, and remembers their norm before clipping.
+
+        Args:
+            skip: Clip nothing: the module does it.
+        """
         self._norm = None
-        if self.clip_val <= 0.0:
-            return
-        if self.clip_algorithm == "norm":
-            self._norm = self.strategy.clip_norm(self._trainable, self.clip_val)
+        self.strategy.reset_clipping()
+        if self.clip_val > 0.0 and not skip:
+            self.clip_gradients(self._trainable, self.clip_val, self.clip_algorithm)
+
+    def clip_gradients(self, parameters: Sequence[nn.Parameter], value: float, algorithm: str) -> None:
+        """Clips the gradients of some parameters by their common norm, or by element."""
+        if algorithm == "norm":
+            self._norm = self.strategy.clip_norm(parameters, value)
         else:
-            self.strategy.clip_value(self._trainable, self.clip_val)
+            self.strategy.clip_value(parameters, value)
 
     def scale_gradients(self, factor: Tensor) -> None:
-        """Multiplies the window's gradients; for losses whose count is known only after the forward.
+        """Multiplies the window's gradients; for losses whose count is known only after the forward."""
+        self.strategy.scale_gradients(self._trainable, factor)
 
-        Raises:
-            RuntimeError: Under DeepSpeed, whose engine has taken the gradients away by then.
-        """
-        if self.strategy.kind == "deepspeed":
-            raise RuntimeError(
-                "training_step returned a LossSum under DeepSpeed, which needs the count before the backward: "
-                "return the mean loss and define count_items(batch)"
-            )
-        for parameter in self._trainable:
-            if parameter.grad is not None:
-                self.strategy.local(parameter.grad).mul_(factor)
+    def finish_window(self) -> None:
+        """Averages the gradients of a window over the ranks after all, when its last micro-batch had no backward."""
+        self.strategy.finish_window()
+
+    def drop_gradients(self) -> None:
+        """Forgets what the window has gathered so far; every rank does."""
+        self.strategy.drop_gradients()
+
+    @property
+    def joins_with_nothing(self) -> bool:
+        """A rank without a loss joins the others' exchange of gradients with zeros; else all ranks need one, or none."""
+        return self.strategy.joins_with_nothing and not self.strategy.manual
 
     def optimizer_step(self, index: int) -> bool:
         """Steps one optimizer; False when fp16 loss scaling skipped it."""
@@ -188,6 +275,25 @@ class AcceleratorCore:
     def zero_grad(self, index: int) -> None:
         """Clears the gradients of one optimizer's parameters."""
         self.strategy.zero_grad(index)
+
+    # -- a training step that runs backward itself ----------------------------------------------------------------------
+
+    def manual_forward(self, step: str, *args: Any) -> Any:
+        """Runs a step that calls `manual_backward`, and steps optimizers, as often as it likes."""
+        return self.strategy.manual_forward(step, *args)
+
+    def manual_backward(self, loss: Tensor, *, sync: bool, retain_graph: bool) -> None:
+        """Adds the gradient of `loss`; with `sync` the gradients are averaged over the ranks."""
+        self._norm = None
+        self.strategy.manual_backward(loss, sync=sync, retain_graph=retain_graph)
+
+    def after_manual_step(self) -> None:
+        """Lets the rest of the step see the parameters that an optimizer has changed."""
+        self.strategy.after_manual_step()
+
+    def manual_zero_grad(self, index: int) -> None:
+        """Clears the gradients of one optimizer's parameters, also those that the strategy has taken away already."""
+        self.strategy.manual_zero_grad(index)
 
     def grad_norm(self) -> float:
         """The norm of the last window's gradients before clipping, as a plain float; reading it waits for the device.
@@ -208,6 +314,40 @@ class AcceleratorCore:
         """Reports this rank's exception to the others; returns what an earlier one of another rank was, if there is one."""
         return process_group.report_failure(error)
 
+    def shared_notes(self) -> process_group.SharedNotes:
+        """New notes for what one rank may have to tell the others without a collective; every rank has to ask for them."""
+        return process_group.SharedNotes(self.world_size)
+
+    def wait_for_device(self) -> None:
+        """Waits until the device has done all that it was given."""
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize()
+
+    def any_rank(self, wish: bool) -> bool:
+        """Whether any rank wishes it. A collective."""
+        if self.world_size == 1:
+            return wish
+        votes = torch.tensor(int(wish))
+        dist.all_reduce(votes, op=dist.ReduceOp.MAX)
+        return bool(votes)
+
+    def all_gather(self, data: Any, *, sync_grads: bool) -> Any:
+        """See TrainModule.all_gather."""
+        from lightning_utilities.core.apply_func import apply_to_collection
+
+        return data if self.world_size == 1 else apply_to_collection(data, Tensor, self._gather_one, sync_grads)
+
+    def _gather_one(self, tensor: Tensor, sync_grads: bool) -> Tensor:
+        tensor = tensor.to(self.device).contiguous()
+        gathered = [torch.empty_like(tensor) for _ in range(self.world_size)]
+        if sync_grads and tensor.requires_grad:
+            from torch.distributed.nn import functional
+
+            with_gradient: Any = functional.all_gather
+            return torch.stack(with_gradient(tensor))
+        dist.all_gather(gathered, tensor.detach())
+        return torch.stack(gathered)
+
     def barrier(self) -> None:
         """Waits until every rank is here."""
         if self.world_size > 1:
@@ -218,6 +358,16 @@ class AcceleratorCore:
         if self.world_size > 1:
             dist.all_reduce(values)
         return values
+
+    def gather_values(self, values: Sequence[float]) -> list[list[float]]:
+        """The numbers of every rank, in the order of the ranks; every rank gives equally many. One collective."""
+        if self.world_size == 1:
+            return [list(values)]
+        own = torch.tensor(values, dtype=torch.float64, device=self.device)
+        gathered = own.new_empty(self.world_size, len(own))
+        dist.all_gather(list(gathered), own)
+        ranks: list[list[float]] = gathered.tolist()
+        return ranks
 
     def gather_objects(self, value: Any) -> list[Any]:
         """The value of every rank, in the order of the ranks; for small plain objects."""
@@ -243,16 +393,3 @@ class AcceleratorCore:
         self.barrier()
         if self.local_rank != 0:
             yield
-
-
-def _resolve_precision(precision: str | int | None) -> str:
-    launched = os.environ.get("ACCELERATE_MIXED_PRECISION")
-    if precision is None:
-        return launched or "no"
-    try:
-        chosen = _PRECISIONS[str(precision)]
-    except KeyError:
-        raise ValueError(f"precision={precision!r} is unknown; use '32', 'bf16-mixed' or '16-mixed'") from None
-    if launched and launched != chosen:
-        info(f"precision={precision!r} of the script wins over {launched!r} of the launcher")
-    return chosen

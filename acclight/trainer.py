@@ -16,18 +16,21 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from acclight.callback import Callback, Hooks
+from acclight.callback import Callback, Hooks, in_order, with_module_callbacks
 from acclight.checkpoint import snapshot
 from acclight.core import AcceleratorCore
-from acclight.logging import MetricStore
-from acclight.logging.store import Shown
-from acclight.loops.evaluate import evaluate, predict
+from acclight.logging import MetricStore, Shown
+from acclight.loops.evaluate import evaluate
 from acclight.loops.fit import FitLoop
+from acclight.loops.manual import ManualOptimization, check_manual
 from acclight.loops.optimizers import SchedulerConfig, read_optimizers
+from acclight.loops.pause import paused_training
+from acclight.loops.predict import predict
 from acclight.loops.progress import Progress as Counts
 from acclight.loops.reading import evaluation_data, training_data
 from acclight.loops.validation import FitValidation
 from acclight.messages import info
+from acclight.strategies.compiling import unwrapped
 from acclight.strategies.resolve import resolve_strategy
 
 if TYPE_CHECKING:
@@ -63,7 +66,8 @@ class Trainer:
     Args:
         strategy: "auto" (what the launcher says, else one device), a name ("single", "ddp", "fsdp2", "deepspeed_stage_1",
             "deepspeed_stage_2", "deepspeed_stage_3") or a Strategy object.
-        precision: "32", "bf16-mixed" or "16-mixed". Default: what the launcher says, else "32".
+        precision: "32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true", "64-true" (or "32", "bf16", "16", "64") or "fp8";
+            `Strategy` says what each one means. Default: what the launcher says, else "32-true".
         max_epochs: Epochs in all, over resumes; -1 for no limit. Default: 1000 where no limit is given.
         max_steps: Optimizer steps in all; -1 for no limit. Default -1.
         max_time: Longest time, as a timedelta or a dict of its arguments; a validation or save that runs is finished.
@@ -76,7 +80,7 @@ class Trainer:
         logger: True for TensorBoard and CSV files, False for none, or loggers.
         log_every_n_steps: Optimizer steps between logged values. Default 50.
         val_check_interval: An int: optimizer steps between validations; a float: the fraction of an epoch. Default 1.0.
-        check_val_every_n_epoch: Epochs between validations at the end of an epoch. Default 1.
+        check_val_every_n_epoch: Epochs between those with validations, at their end or at fractions of them. Default 1.
         num_sanity_val_steps: Validation batches that are tried before training. Default 2; -1 for all.
         limit_train_batches: Batches per rank and epoch (int), or a fraction (float). Default 1.0.
         limit_val_batches: Likewise for each validation loader.
@@ -86,6 +90,8 @@ class Trainer:
         deterministic: Use deterministic algorithms only (True), or warn where there is none ("warn").
         detect_anomaly: Find the operation that makes a NaN in the backward; slow.
         inference_mode: Evaluate under torch.inference_mode where the strategy can. Default True.
+        compile: True compiles the step methods with torch.compile, "regional" the blocks that the model repeats, a dict gives
+            torch.compile's arguments (and "regional": True). Default: what the launcher says, else no compilation.
         default_root_dir: Where loggers and checkpoints go. Default: the working directory.
         enable_progress_bar: Show progress. Default True.
         enable_checkpointing: Save checkpoints where no ModelCheckpoint is given. Default True.
@@ -124,6 +130,7 @@ class Trainer:
         deterministic: bool | str = False,
         detect_anomaly: bool = False,
         inference_mode: bool = True,
+        compile: bool | str | dict[str, Any] | None = None,  # noqa: A002  # torch's and Lightning's name
         default_root_dir: str | Path | None = None,
         enable_progress_bar: bool = True,
         enable_checkpointing: bool = True,
@@ -187,6 +194,11 @@ class Trainer:
         self.validation: FitValidation | None = None
         self.datamodule: DataModule | None = None
         self.hooks: Hooks
+        self.manual: ManualOptimization
+        #: Dataset indices of the evaluation or prediction batch that runs, in its order; None where the data has none.
+        self.batch_indices: list[Any] | None = None
+        #: While an evaluation runs, the random state that training goes on with.
+        self.paused_random_state: dict[str, Any] | None = None
         self._module: TrainModule | None = None
         #: The module that is wrapped, and whether with its optimizers.
         self._prepared: tuple[TrainModule, bool] | None = None
@@ -199,12 +211,16 @@ class Trainer:
             precision=precision,
             clip_val=resolved.launched_clip if gradient_clip_val is None else gradient_clip_val,
             clip_algorithm=gradient_clip_algorithm,
+            compilation=compile,
         )
-        self.metrics = MetricStore(self.core.gather_objects, self.core.device)
+        self.metrics = MetricStore(self.core, self.core.device)
         self.loggers = self._make_loggers(logger)
         self.callbacks = self._make_callbacks(
             callbacks, enable_progress_bar, enable_checkpointing, enable_model_summary and not fast_dev_run
         )
+        #: Without those of a module, and the module whose callbacks have been added.
+        self._own_callbacks = self.callbacks
+        self._callbacks_of: TrainModule | None = None
 
     def _make_loggers(self, logger: bool | Logger | Sequence[Logger]) -> list[Logger]:
         if logger is False:
@@ -240,11 +256,7 @@ class Trainer:
             from acclight.callbacks import ModelCheckpoint
 
             callbacks += [] if any(isinstance(c, ModelCheckpoint) for c in callbacks) else [ModelCheckpoint()]
-        keys = [c.state_key for c in callbacks if c.state_dict()]
-        double = next((key for key in keys if keys.count(key) > 1), None)
-        if double is not None:
-            raise ValueError(f"two callbacks share the state_key {double!r}: give one of them a state_key of its own")
-        return sorted(callbacks, key=lambda c: c.runs_last)
+        return in_order(callbacks)
 
     # -- what users call ------------------------------------------------------------------------------------------------
 
@@ -267,7 +279,10 @@ class Trainer:
         """
         if train_dataloaders is not None and datamodule is not None:
             raise ValueError("fit was given both train_dataloaders and datamodule: give one of them")
+        module = unwrapped(module)
         with self._running("fit", module, datamodule):
+            if self.manual_optimization:
+                check_manual(self)
             source = self._source("train_dataloader", train_dataloaders)
             if source is None:
                 raise ValueError(
@@ -283,6 +298,7 @@ class Trainer:
             self._prepare(training=True)
             if reader is not None:
                 snapshot.restore(self, reader)
+                self.metrics.forget_training()
                 info(f"resumed from {reader.path} at step {self.global_step}")
             self._loop = FitLoop(self, self.core, module, self.data, self.validation)
             info(self._summary(source))
@@ -339,7 +355,10 @@ class Trainer:
             self.eval_data = evaluation_data(self, "predict", self._eval_loaders("predict", dataloaders))
             self._prepare(training=False)
             self._load_weights(ckpt_path)
-            results = predict(self, self.eval_data, return_predictions)
+            with paused_training(self, "predict"):
+                results = predict(self, self.eval_data, return_predictions)
+                for call in self.hooks.on_predict_end:
+                    call()
         if not return_predictions:
             return None
         return results[0] if len(results) == 1 else results
@@ -420,6 +439,16 @@ class Trainer:
         return self.core.grad_norm()
 
     @property
+    def gradient_clip_val(self) -> float | None:
+        """The largest gradient norm or element, as given or as a DeepSpeed launch says; None for no clipping."""
+        return self.core.clip_val or None
+
+    @property
+    def gradient_clip_algorithm(self) -> str:
+        """ "norm" or "value"."""
+        return self.core.clip_algorithm
+
+    @property
     def progress_bar_metrics(self) -> dict[str, float]:
         """What the progress display shows: this process's newest step values, and the reduced ones. Waits for the device."""
         return {**self._shown_in_progress, **self.metrics.live()}
@@ -427,7 +456,7 @@ class Trainer:
     @property
     def pending_metrics(self) -> list[str]:
         """Keys that were logged for the epoch that runs, and are not reduced yet."""
-        return [name for name, meter in self.metrics.train.items() if meter.on_epoch]
+        return self.metrics.pending_names()
 
     @property
     def log_dir(self) -> Path | None:
@@ -490,29 +519,29 @@ class Trainer:
 
     # -- what the loops call ----------------------------------------------------------------------------------------------
 
-    def to_device(self, batch: Any) -> Any:
+    def to_device(self, batch: Any, dataloader_idx: int = 0) -> Any:
         """A batch after the module's three transfer hooks."""
         module = self.module
-        batch = module.on_before_batch_transfer(batch, 0)
-        batch = module.transfer_batch_to_device(batch, self.core.device, 0)
-        return module.on_after_batch_transfer(batch, 0)
+        batch = module.on_before_batch_transfer(batch, dataloader_idx)
+        batch = module.transfer_batch_to_device(batch, self.core.device, dataloader_idx)
+        return module.on_after_batch_transfer(batch, dataloader_idx)
 
     def show(self, shown: Shown) -> None:
         """Hands reduced values to callbacks, progress display and loggers."""
-        if not shown.callback:
-            return
         self.callback_metrics.update({name: torch.tensor(value) for name, value in shown.callback.items()})
         self._shown_in_progress.update(shown.prog_bar)
-        if self.sanity_checking or not shown.logger:
+        if self.sanity_checking:
             return
         self.logged_metrics.update(shown.logger)
-        if self.is_global_zero:
-            for one in self.loggers:
-                one.log_metrics({**shown.logger, "epoch": self.current_epoch}, step=self.global_step)
+        rows = [*shown.series, *([(self.global_step, shown.logger)] if shown.logger else [])]
+        for one in self.loggers if self.is_global_zero else ():
+            for step, values in rows:
+                one.log_metrics({"epoch": self.current_epoch, **values}, step=step)
 
     def forget_metrics(self) -> None:
         """Drops what was shown so far."""
         self.callback_metrics.clear()
+        self.logged_metrics.clear()
         self._shown_in_progress.clear()
 
     def save_pending(self) -> None:
@@ -531,23 +560,25 @@ class Trainer:
         with stack:
             stack.enter_context(self.core.active())
             stack.enter_context(self._numerics())
-            self.state = state
             self._module = module
             self.datamodule = datamodule
-            module._trainer = self
+            self._attach(module)
+            self.state = state
             if datamodule is not None:
                 datamodule.trainer = self
-            self.hooks = Hooks(self, module, self.callbacks)
+            self.metrics.begin_run(module)
+            self.forget_metrics()
             self.should_stop = self.interrupted = False
             failed = True
             try:
                 with self.core.local_first():
-                    if self.core.local_rank == 0 and datamodule is not None:
-                        datamodule.prepare_data()
-                for callback in self.callbacks:
-                    callback.setup(self, module, state)
+                    for owner in (datamodule, module) if self.core.local_rank == 0 else ():
+                        if owner is not None:
+                            owner.prepare_data()
                 if datamodule is not None:
                     datamodule.setup(state)
+                for callback in self.callbacks:
+                    callback.setup(self, module, state)
                 module.setup(state)
                 yield
                 failed = False
@@ -564,6 +595,18 @@ class Trainer:
             finally:
                 self._teardown(state, module, datamodule, failed=failed)
 
+    def _attach(self, module: TrainModule) -> None:
+        """Binds the module to this Trainer: its callbacks, once for each module, and its hooks."""
+        module._trainer = self
+        try:
+            if self._callbacks_of is not module:
+                self.callbacks = with_module_callbacks(self._own_callbacks, module)
+                self._callbacks_of = module
+            self.hooks = Hooks(self, module, self.callbacks)
+        except BaseException:
+            module._trainer = None
+            raise
+
     def _after_exception(self, error: BaseException) -> None:
         for call in self.hooks.on_exception:
             self._attempt(call, error, underway=True)
@@ -571,11 +614,11 @@ class Trainer:
     def _teardown(self, state: str, module: TrainModule, datamodule: DataModule | None, *, failed: bool) -> None:
         """Every part is torn down, whatever another one raises."""
         try:
+            if datamodule is not None:
+                self._attempt(datamodule.teardown, state, underway=failed)
             for callback in self.callbacks:
                 self._attempt(callback.teardown, self, module, state, underway=failed)
             self._attempt(module.teardown, state, underway=failed)
-            if datamodule is not None:
-                self._attempt(datamodule.teardown, state, underway=failed)
             for one in self.loggers if self.is_global_zero else ():
                 status = "interrupted" if self.interrupted else "failed" if failed else "success"
                 self._attempt(one.finalize, status, underway=failed)
@@ -584,7 +627,7 @@ class Trainer:
             self.state = None
             self._loop = None
             self._pending_saves = []
-            self.metrics.in_step = False
+            self.metrics.end_window()
             module._trainer = None
             if datamodule is not None:
                 datamodule.trainer = None
@@ -624,13 +667,16 @@ class Trainer:
         if not fresh and self._prepared is not None and (self._prepared[1] or not training):
             return
         if fresh:
-            with self.core.strategy.init_context():
+            with self.core.init_context():
                 module.configure_model()
             self.progress = Counts() if training else self.progress
         self.optimizers, self.lr_scheduler_configs = [], []
         if training:
-            self.optimizers, self.lr_scheduler_configs = read_optimizers(module.configure_optimizers())
+            self.optimizers, self.lr_scheduler_configs = read_optimizers(module)
+            if not self.optimizers and self.core.strategy.kind == "deepspeed":
+                raise ValueError("configure_optimizers returned None: a DeepSpeed engine trains with exactly one optimizer")
         self.core.prepare(module, self.optimizers)
+        self.manual = ManualOptimization(self)
         self._prepared = module, training
 
     def _source(self, name: str, given: Any) -> Any:
@@ -669,23 +715,23 @@ class Trainer:
             whole = size * self.world_size * self.accumulate_grad_batches
             batch = f", effective batch {size} x {self.world_size} x {self.accumulate_grad_batches} = {whole}"
         validation = self.validation.summary() if self.validation is not None else "no validation"
-        precision = {"no": "32", "bf16": "bf16-mixed", "fp16": "16-mixed"}.get(self.core.precision, self.core.precision)
         return (
             f"fit: strategy {self.core.strategy.summary()}, {self.world_size} process(es) on "
-            f"{self.core.num_machines} machine(s), {self.device.type}, precision {precision}, "
+            f"{self.core.num_machines} machine(s), {self.device.type}, precision {self.core.precision}, "
             f"accumulation {self.accumulate_grad_batches}{batch}, {validation}"
         )
 
     def _log_hyperparams(self) -> None:
-        if not self.is_global_zero or not self.module.hparams:
+        hparams = self.module.storable_hparams
+        if not self.is_global_zero or not hparams or not self.module._log_hparams:
             return
         for one in self.loggers:
-            one.log_hyperparams(self.module.hparams)
+            one.log_hyperparams(hparams)
 
     def _module_for(self, state: str, module: TrainModule | None) -> TrainModule:
         if module is None and self._module is None:
             raise ValueError(f"Trainer.{state} needs a module: none was fitted before")
-        return self._module if module is None else module  # type: ignore[return-value]
+        return self._module if module is None else unwrapped(module)  # type: ignore[return-value]
 
     def _evaluate(
         self,
@@ -703,15 +749,14 @@ class Trainer:
             self._load_weights(ckpt_path)
             self.validating = stage == "validation"
             try:
-                shown = evaluate(self, stage, self.eval_data)
-                self.show(shown)
-                for call in getattr(self.hooks, f"on_{stage}_end"):
-                    call()
+                with paused_training(self, stage):
+                    shown = evaluate(self, stage, self.eval_data)
+                    self.show(shown)
+                    for call in getattr(self.hooks, f"on_{stage}_end"):
+                        call()
             finally:
                 self.validating = False
-        if len(self.eval_data) <= 1:
-            return [shown.callback]
-        return [{n: v for n, v in shown.callback.items() if n.endswith(f"/{key}")} for key in self.eval_data]
+        return [shown.of_loader(position) for position in range(len(named))]
 
     def _load_weights(self, ckpt_path: str | Path | None) -> None:
         reader = snapshot.find(self, ckpt_path)

@@ -10,12 +10,14 @@ if TYPE_CHECKING:
     from acclight.callbacks.learning_rate_monitor import LearningRateMonitor
     from acclight.callbacks.model_checkpoint import ModelCheckpoint
     from acclight.callbacks.model_summary import ModelSummary
+    from acclight.callbacks.prediction_writer import BasePredictionWriter
     from acclight.callbacks.progress import Progress, default_progress
     from acclight.callbacks.progress_bar import RichProgressBar
     from acclight.callbacks.progress_lines import PlainProgress
     from acclight.callbacks.throughput_monitor import ThroughputMonitor
 
 __all__ = [
+    "BasePredictionWriter",
     "EarlyStopping",
     "LearningRateMonitor",
     "ModelCheckpoint",
@@ -28,6 +30,7 @@ __all__ = [
 ]
 
 _MODULES = {
+    "BasePredictionWriter": "prediction_writer",
     "EarlyStopping": "early_stopping",
     "LearningRateMonitor": "learning_rate_monitor",
     "ModelCheckpoint": "model_checkpoint",

@@ -36,12 +36,14 @@ def save(trainer: Trainer, path: Path, *, weights_only: bool) -> Path:
         "global_step": trainer.global_step,
         "epoch": trainer.current_epoch,
         "progress": trainer.progress.state_dict(),
-        "hparams": dict(module.hparams),
+        "hparams": module.storable_hparams,
+        "hparams_holder": module._hparams_holder,
         "callbacks": {c.state_key: own for c in trainer.callbacks if (own := c.state_dict())},
         "datamodule": trainer.datamodule.state_dict() if trainer.datamodule is not None else {},
         "strategy": strategy.name,
         "world_size": trainer.world_size,
         "precision": trainer.core.precision,
+        "scaler": strategy.scaler_state(),
         "accumulate_grad_batches": trainer.accumulate_grad_batches,
         "weights_only": weights_only,
         "tied": tied,
@@ -61,7 +63,7 @@ def save(trainer: Trainer, path: Path, *, weights_only: bool) -> Path:
         trainer=document,
         schedulers=[] if weights_only else [dict(c.scheduler.state_dict()) for c in trainer.lr_scheduler_configs],
         data=trainer.data.state_dict() if trainer.data is not None else {},
-        rng={} if weights_only else random_state(),
+        rng={} if weights_only else trainer.paused_random_state or random_state(),
     )
 
 
@@ -91,6 +93,7 @@ def restore(trainer: Trainer, reader: Reader) -> None:
         )
     for config, state in zip(trainer.lr_scheduler_configs, reader.schedulers, strict=True):
         config.scheduler.load_state_dict(state)
+    strategy.load_scaler_state(document["scaler"])
     trainer.progress.load_state_dict(document["progress"])
     for callback in trainer.callbacks:
         if callback.state_key in document["callbacks"]:
@@ -138,10 +141,9 @@ def _folders(trainer: Trainer) -> list[Path]:
 def restore_weights(trainer: Trainer, reader: Reader) -> None:
     """Loads the weights alone, and lets the module and the callbacks see what they added. Collective."""
     extra = reader.trainer.get("extra", {})
+    trainer.module.on_load_checkpoint(extra)
     for callback in trainer.callbacks:
         callback.on_load_checkpoint(trainer, trainer.module, extra)
-    trainer.module.on_load_checkpoint(extra)
-
     trainer.core.strategy.load_model_state(trainer.module, reader.load_model)
 
 

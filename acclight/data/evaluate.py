@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from acclight.data.deal import EvalDeal
 from acclight.data.indexed import IndexedReader
-from acclight.data.loader import Limit, Reader, check_limit, checked, limited
+from acclight.data.loader import Limit, Reader, check_limit, checked, limited, samples_of
 from acclight.data.order import EpochOrder
 from acclight.data.stream import PlainReader, StreamReader
 
@@ -116,6 +116,15 @@ class EvalData:
         if entry is None:
             return None
         return list(entry) if isinstance(entry, (list, tuple)) else [entry]
+
+    def samples(self, batch_idx: int) -> int | None:
+        """Number of samples of a batch of this rank that was read; None where the loader does not make batches of indices."""
+        return samples_of(self._given[batch_idx])
+
+    @property
+    def loader(self) -> Any:
+        """The user's loader."""
+        return self._loader
 
     def close(self) -> None:
         """Ends the worker processes that the loader keeps between evaluations."""

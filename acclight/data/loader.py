@@ -69,6 +69,11 @@ def parts_of(loader: object) -> list[object]:
     return parts
 
 
+def samples_of(entry: Any) -> int | None:
+    """Number of samples of a `Dealt.entry`; None where it is no batch of indices: a single one may stand for a whole batch."""
+    return len(entry) if isinstance(entry, (list, tuple)) else None
+
+
 def set_epoch(loader: object, epoch: int) -> None:
     """Calls `set_epoch(epoch)` on every part of the loader that has it."""
     for part in parts_of(loader):

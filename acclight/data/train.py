@@ -11,7 +11,18 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from acclight.data.deal import TrainDeal
 from acclight.data.indexed import IndexedReader
-from acclight.data.loader import Limit, Reader, check_limit, checked, limited, reading_copy, set_epoch, size_of
+from acclight.data.loader import (
+    Dealt,
+    Limit,
+    Reader,
+    check_limit,
+    checked,
+    limited,
+    reading_copy,
+    samples_of,
+    set_epoch,
+    size_of,
+)
 from acclight.data.order import EpochOrder
 from acclight.data.stream import PlainReader, StreamReader
 
@@ -77,7 +88,7 @@ class TrainData:
         self._limit = limit
         self._begun = False
         self._restored = False
-        self._ahead: deque[int] = deque()  # samples of the rounds read, but not yet trained on
+        self._ahead: deque[Dealt] = deque()  # what was read, but not yet trained on
         parts = split(loader, world_size) if split_batches else loader
         self._reader: Reader
         if not isinstance(parts, DataLoader):
@@ -122,7 +133,7 @@ class TrainData:
             self._enter(self.epoch, 0)
         self._ahead.clear()
         for batch, dealt in self._reader.read(self._samples, self._most_left()):
-            self._ahead.append(dealt.samples)
+            self._ahead.append(dealt)
             yield batch
 
     def consumed(self, batches: int) -> None:
@@ -134,8 +145,16 @@ class TrainData:
         if batches > len(self._ahead):
             raise ValueError(f"consumed({batches}): only {len(self._ahead)} batches have been read and not counted")
         for _ in range(batches):
-            self._samples += self._ahead.popleft()
+            self._samples += self._ahead.popleft().samples
         self.batches_done += batches
+
+    def samples(self, ahead: int) -> int | None:
+        """Number of samples of a batch of this rank that was read; None where the loader does not make batches of indices.
+
+        Args:
+            ahead: Which of the batches that were read and not yet counted, from 0.
+        """
+        return samples_of(self._ahead[ahead].entry)
 
     def state_dict(self) -> dict[str, Any]:
         """The position, the same on every rank, as values that JSON holds.

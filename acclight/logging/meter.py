@@ -1,142 +1,189 @@
-"""Meter: the values of one key, kept as they came and summed only when somebody looks or many have gathered."""
+"""Meter: the values of one key, copied as they come and summed only when somebody looks or many have gathered."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
-# So many values are kept as they are before they are summed: one stacked sum costs as much as two or three additions.
+# So many tensors are kept before they are summed: one sum over all of them costs as much as two or three additions.
 _FOLD_AT = 128
 
 REDUCTIONS = ("mean", "sum", "min", "max")
 
 
-class Meter:
-    """The values of one key since the step, and since the epoch, began.
+class Tally:
+    """Some values and their weights, reduced to one; tensors stay on their device.
 
     Args:
-        name: The key as the user gave it.
-        on_step: Its value belongs to single optimizer steps.
-        on_epoch: Its value belongs to the epoch or evaluation.
-        prog_bar: Shown in the progress display.
-        logger: Handed to the loggers.
         reduce_fx: "mean" (weighted), "sum", "min" or "max".
     """
 
+    __slots__ = ("_number", "_tensors", "_total", "_weights", "newest", "reduce_fx", "weight")
+
+    def __init__(self, reduce_fx: str) -> None:
+        self.reduce_fx = reduce_fx
+        self.clear()
+
+    def clear(self) -> None:
+        """Forgets everything."""
+        self.weight = 0.0
+        #: The last value that came.
+        self.newest: Tensor | float | None = None
+        self._number: float | None = None
+        self._total: Tensor | None = None
+        self._tensors: list[Tensor] = []
+        self._weights: list[float] = []
+
+    def add(self, value: Tensor | float, weight: float) -> None:
+        """Takes one value: a detached scalar tensor that nobody else holds, or a number. No tensor is read."""
+        self.newest = value
+        self.weight += weight
+        if weight == 0.0:
+            # The mean of no samples is NaN, and must not make that of all samples NaN.
+            return
+        if isinstance(value, Tensor):
+            self._tensors.append(value)
+            self._weights.append(weight)
+            if len(self._tensors) >= _FOLD_AT:
+                self._fold()
+            return
+        number = value * weight if self.reduce_fx == "mean" else value
+        self._number = number if self._number is None else _join(self._number, number, self.reduce_fx)
+
+    def _fold(self) -> None:
+        tensors, weights = self._tensors, self._weights
+        self._tensors, self._weights = [], []
+        dtype = _wide(tensors[0].device)
+        if self.reduce_fx in ("min", "max"):
+            stacked = torch.stack([tensor.to(dtype) for tensor in tensors])
+            folded = stacked.min() if self.reduce_fx == "min" else stacked.max()
+            if self._total is not None:
+                folded = (torch.minimum if self.reduce_fx == "min" else torch.maximum)(self._total, folded)
+            self._total = folded
+            return
+        if self._total is None:
+            self._total = torch.zeros((), dtype=dtype, device=tensors[0].device)
+        if self.reduce_fx == "sum" or len(set(weights)) == 1:
+            kinds = {tensor.dtype for tensor in tensors}
+            alike = tensors if len(kinds) == 1 else [tensor.to(dtype) for tensor in tensors]
+            weight = weights[0] if self.reduce_fx == "mean" else 1.0
+            self._total.add_(torch.stack(alike).sum(dtype=dtype), alpha=weight)
+            return
+        for tensor, weight in zip(tensors, weights, strict=True):
+            # Not one product with a tensor of the weights: copying those to an accelerator would wait for it.
+            self._total.add_(tensor, alpha=weight)
+
+    def parts(self) -> tuple[Tensor | None, float | None]:
+        """The total of the tensors, and that of the numbers; for `whole`, which joins them once the tensor is read."""
+        if self._tensors:
+            self._fold()
+        return self._total, self._number
+
+
+def whole(tensor: float | None, number: float | None, reduce_fx: str) -> float:
+    """One total from the two of `Tally.parts`, the first read as a float; 0 where there is neither."""
+    if tensor is None or number is None:
+        return (tensor if number is None else number) or 0.0
+    return _join(tensor, number, reduce_fx)
+
+
+def reduce_ranks(states: list[tuple[float, float]], reduce_fx: str) -> float:
+    """One value from the (total, weight) of every rank that has logged the key; NaN is the mean of no samples."""
+    totals = [total for total, weight in states if weight > 0.0]
+    if not totals:
+        return math.nan
+    joined = totals[0]
+    for total in totals[1:]:
+        joined = _join(joined, total, reduce_fx)
+    return joined / sum(weight for _, weight in states) if reduce_fx == "mean" else joined
+
+
+def _join(a: float, b: float, reduce_fx: str) -> float:
+    if reduce_fx in ("mean", "sum"):
+        return a + b
+    if math.isnan(a) or math.isnan(b):
+        return math.nan
+    return min(a, b) if reduce_fx == "min" else max(a, b)
+
+
+def _wide(device: torch.device) -> torch.dtype:
+    # The mean of a million batches keeps its digits; where the hardware has no float64, of many thousands.
+    return torch.float64 if device.type in ("cpu", "cuda") else torch.float32
+
+
+class Meter:
+    """What was logged under one key in one hook.
+
+    Args:
+        name: The key as the user gave it.
+        suffix: "/" and the evaluation loader's name, or nothing.
+        flags: The arguments of `self.log` as they were given, to compare later calls with.
+        on_step: Single values are shown: of an optimizer step, or of an evaluation batch.
+        on_epoch: The value of the epoch, or of the evaluation, is shown.
+        prog_bar: Shown in the progress display.
+        logger: Handed to the loggers.
+        reduce_fx: "mean" (weighted by samples), "sum", "min" or "max".
+        keeps_series: Keep every single value: those of an evaluation are shown at its end.
+    """
+
     __slots__ = (
-        "_epoch_total", "_epoch_weight", "_pending", "_pending_weights",
-        "logger", "metric", "name", "on_epoch", "on_step", "prog_bar", "reduce_fx", "values", "weights", "window",
+        "epoch", "flags", "keeps_series", "loader", "logger", "metric", "name", "on_epoch", "on_step", "path", "prog_bar",
+        "reduce_fx", "series", "step", "suffix", "used", "window",
     )  # fmt: skip
 
     def __init__(
-        self, name: str, *, on_step: bool, on_epoch: bool, prog_bar: bool, logger: bool, reduce_fx: str
+        self,
+        name: str,
+        suffix: str,
+        flags: tuple[Any, ...],
+        *,
+        on_step: bool,
+        on_epoch: bool,
+        prog_bar: bool,
+        logger: bool,
+        reduce_fx: str,
+        keeps_series: bool,
     ) -> None:
         self.name = name
+        self.suffix = suffix
+        self.flags = flags
         self.on_step = on_step
         self.on_epoch = on_epoch
         self.prog_bar = prog_bar
         self.logger = logger
         self.reduce_fx = reduce_fx
-        #: A torchmetrics object logged under this key, which computes its own value.
-        self.metric: Any = None
-        #: The window (see MetricStore) that `values` and `weights` belong to.
+        self.keeps_series = keeps_series
+        self.step = Tally(reduce_fx)
+        self.epoch = Tally(reduce_fx)
+        #: The window of micro-batches, or the evaluation batch, that `step` belongs to.
         self.window = -1
-        self.values: list[Any] = []
-        self.weights: list[float] = []
-        self._pending: list[Any] = []
-        self._pending_weights: list[float] = []
-        self._epoch_total: Tensor | float | None = None
-        self._epoch_weight = 0.0
+        #: The values of single evaluation batches, with the batches' places in the dataset's order.
+        self.series: list[tuple[int, Tally]] = []
+        #: A torchmetrics object, which computes its own value, and where the module holds it.
+        self.metric: Any = None
+        self.path = ""
+        #: Something was logged since the epoch began.
+        self.used = False
+        #: The position of the only evaluation loader that it was logged for, or None.
+        self.loader: int | None = None
 
-    def add(self, value: Any, weight: float, window: int) -> None:
-        """Takes one value (a detached scalar tensor or a number); nothing is computed."""
+    def add_step(self, value: Tensor | float, weight: float, window: int, number: int) -> None:
+        """Takes a value of the window, or of the evaluation batch, that runs."""
         if window != self.window:
-            self._leave_window()
+            if self.keeps_series:
+                self.step = Tally(self.reduce_fx)
+                self.series.append((number, self.step))
+            else:
+                self.step.clear()
             self.window = window
-        self.values.append(value)
-        self.weights.append(weight)
+        self.step.add(value, weight)
 
-    def _leave_window(self) -> None:
-        if self.on_epoch:
-            self._pending += self.values
-            self._pending_weights += self.weights
-            if len(self._pending) >= _FOLD_AT:
-                self._fold()
-        self.values = []
-        self.weights = []
-
-    def _fold(self) -> None:
-        total, weight = combine(self._pending, self._pending_weights, self.reduce_fx)
-        if self._epoch_total is None:
-            self._epoch_total = total
-        elif self.reduce_fx in ("mean", "sum"):
-            self._epoch_total = self._epoch_total + total
-        else:
-            self._epoch_total = _extreme([self._epoch_total, total], self.reduce_fx)
-        self._epoch_weight += weight
-        self._pending, self._pending_weights = [], []
-
-    def step_state(self) -> tuple[Any, float]:
-        """(total, weight) of the window's values."""
-        return combine(self.values, self.weights, self.reduce_fx)
-
-    def epoch_state(self) -> tuple[Any, float]:
-        """(total, weight) of all values since the epoch began."""
-        self._leave_window()
-        if self._pending:
-            self._fold()
-        return (0.0 if self._epoch_total is None else self._epoch_total), self._epoch_weight
-
-    def reset_epoch(self) -> None:
-        """Forgets the epoch's values."""
-        self.values, self.weights, self._pending, self._pending_weights = [], [], [], []
-        self._epoch_total, self._epoch_weight = None, 0.0
-
-
-def combine(values: list[Any], weights: list[float], reduce_fx: str) -> tuple[Any, float]:
-    """Total and weight of some values; tensors stay on their device, in at least float32."""
-    if len(values) == 1 and not isinstance(values[0], Tensor):
-        return (values[0] * weights[0] if reduce_fx == "mean" else values[0]), weights[0]
-    if any(isinstance(v, Tensor) for v in values):
-        device = next(v.device for v in values if isinstance(v, Tensor))
-        stacked = torch.stack([_wide(v, device) for v in values])
-        if reduce_fx == "mean":
-            return stacked @ torch.tensor(weights, dtype=stacked.dtype, device=device), sum(weights)
-        if reduce_fx == "sum":
-            return stacked.sum(), sum(weights)
-        return (stacked.min() if reduce_fx == "min" else stacked.max()), sum(weights)
-    if reduce_fx == "mean":
-        return sum(v * w for v, w in zip(values, weights, strict=True)), sum(weights)
-    if reduce_fx == "sum":
-        return sum(values), sum(weights)
-    return _extreme(values, reduce_fx), sum(weights)
-
-
-def _wide(value: Any, device: torch.device) -> Tensor:
-    # float64 on the CPU: the mean of a million batches keeps its digits; accelerators keep float32, where it is fast.
-    dtype = torch.float64 if device.type == "cpu" else torch.float32
-    if isinstance(value, Tensor):
-        return value.to(device=device, dtype=dtype, non_blocking=True)
-    return torch.tensor(value, dtype=dtype, device=device)
-
-
-def _extreme(values: list[Any], reduce_fx: str) -> Any:
-    if any(isinstance(v, Tensor) for v in values):
-        device = next(v.device for v in values if isinstance(v, Tensor))
-        stacked = torch.stack([_wide(v, device) for v in values])
-        return stacked.min() if reduce_fx == "min" else stacked.max()
-    return min(values) if reduce_fx == "min" else max(values)
-
-
-def merge(states: list[tuple[float, float]], reduce_fx: str) -> float | None:
-    """One value from the (total, weight) of every rank that logged the key; None when nothing was counted."""
-    counted = [(total, weight) for total, weight in states if weight > 0.0]
-    if not counted:
-        return None
-    if reduce_fx == "mean":
-        return sum(total for total, _ in counted) / sum(weight for _, weight in counted)
-    if reduce_fx == "sum":
-        return sum(total for total, _ in counted)
-    return min(t for t, _ in counted) if reduce_fx == "min" else max(t for t, _ in counted)
+    def begin_epoch(self) -> None:
+        """Forgets the values of the epoch."""
+        self.epoch.clear()
+        self.step.clear()
+        self.series = []
+        self.used = False

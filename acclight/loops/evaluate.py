@@ -1,193 +1,90 @@
-"""The evaluation loop: validation and test, each sample counted once; and the state around it put back as it was."""
+"""The evaluation loop: validation and test, each sample counted once."""
 
 from __future__ import annotations
 
-import random
-from collections.abc import Iterator
-from contextlib import contextmanager
+import inspect
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import torch
-from torch import nn
+from acclight.logging.torchmetric import exact_over_ranks, leave_inference_mode, metrics_in
+from acclight.loops.pause import inference
+from acclight.loops.reading import warn_if_empty
+from acclight.loops.rounds import rounds
+from acclight.loops.throwaway import thrown_away
 
 if TYPE_CHECKING:
     from acclight.data import EvalData
-    from acclight.logging.store import Shown
+    from acclight.logging import Shown
     from acclight.trainer import Trainer
 
 
 def evaluate(trainer: Trainer, stage: str, loaders: dict[str, EvalData]) -> Shown:
-    """Runs one evaluation over all loaders.
+    """Runs one evaluation over all loaders, up to the hook of its epoch's end.
 
     Args:
-        trainer: Whose core, module, hooks and metrics are used.
+        trainer: Whose core, module, hooks and metrics are used; within `paused_training`.
         stage: "validation" or "test".
         loaders: What this rank reads, by name; a single loader's name is "".
 
     Returns:
-        The metrics over all ranks. Modes and the random state are as before, also after an exception.
+        The metrics over all ranks.
     """
-    hooks, metrics = trainer.hooks, trainer.metrics
-    step = f"{stage}_step"
-    with quiet_module(trainer):
-        metrics.begin_evaluation()
-        try:
+    core, hooks, metrics = trainer.core, trainer.hooks, trainer.metrics
+    step, takes = step_arguments(trainer, f"{stage}_step", len(loaders))
+    several = len(loaders) > 1
+    measures = metrics_in(trainer.module)
+    try:
+        with inference(trainer), metrics.evaluation(stage), exact_over_ranks(measures, core.gather_objects):
             for call in getattr(hooks, f"on_{stage}_start"):
                 call()
             for call in getattr(hooks, f"on_{stage}_epoch_start"):
                 call()
             for position, (name, data) in enumerate(loaders.items()):
-                metrics.loader_name = name or None
-                for index, batch, real in rounds(trainer, data):
-                    extra = (position,) if len(loaders) > 1 else ()
-                    metrics.muted = not real
-                    if not real:
-                        trainer.core.evaluate(step, batch, index, *extra)
+                which = (position,) if several else ()
+                metrics.begin_loader(name, position)
+                read = 0
+                for index, batch, own in rounds(trainer, data, position):
+                    arguments = (batch, index, *which)
+                    if not own:
+                        with thrown_away(trainer):
+                            core.evaluate(step, *arguments[:takes])
                         continue
-                    metrics.begin_batch(batch)
+                    read += 1
+                    trainer.batch_indices = data.indices(index)
+                    metrics.begin_evaluation_batch(
+                        batch, data.samples(index), index * core.world_size + core.global_rank
+                    )
                     for call in getattr(hooks, f"on_{stage}_batch_start"):
-                        call(batch, index, position)
-                    outputs = trainer.core.evaluate(step, batch, index, *extra)
+                        call(*arguments)
+                    outputs = core.evaluate(step, *arguments[:takes])
                     for call in getattr(hooks, f"on_{stage}_batch_end"):
-                        call(outputs, batch, index, position)
-            metrics.muted = False
-            metrics.loader_name = None
+                        call(outputs, *arguments)
+                trainer.batch_indices = None
+                metrics.end_loader(stage, several=several)
+                warn_if_empty(trainer, stage, name, data, read)
             for call in getattr(hooks, f"on_{stage}_epoch_end"):
                 call()
-            return metrics.show_epoch()
-        finally:
-            metrics.end_evaluation()
-
-
-def predict(trainer: Trainer, loaders: dict[str, EvalData], keep: bool) -> list[Any]:
-    """Runs predict_step over all loaders.
-
-    Args:
-        trainer: Whose core, module and hooks are used.
-        loaders: What this rank reads, by name.
-        keep: Gather what predict_step returned; False keeps nothing in memory.
-
-    Returns:
-        Per loader the outputs of all batches of all ranks in the dataset's order, on every rank.
-    """
-    hooks, metrics = trainer.hooks, trainer.metrics
-    results: list[Any] = []
-    with quiet_module(trainer):
-        metrics.refusal = "is not possible in a prediction run: return values from predict_step instead"
-        try:
-            for call in hooks.on_predict_start:
-                call()
-            for call in hooks.on_predict_epoch_start:
-                call()
-            for position, data in enumerate(loaders.values()):
-                own: list[Any] = []
-                for index, batch, real in rounds(trainer, data):
-                    extra = (position,) if len(loaders) > 1 else ()
-                    if not real:
-                        trainer.core.evaluate("predict_step", batch, index, *extra)
-                        continue
-                    for call in hooks.on_predict_batch_start:
-                        call(batch, index, position)
-                    outputs = trainer.core.evaluate("predict_step", batch, index, *extra)
-                    for call in hooks.on_predict_batch_end:
-                        call(outputs, batch, index, position)
-                    if keep:
-                        own.append(_to_cpu(outputs))
-                results.append(_in_order(trainer.core.gather_objects(own)) if keep else [])
-            for call in hooks.on_predict_epoch_end:
-                call()
-            for call in hooks.on_predict_end:
-                call()
-        finally:
-            metrics.refusal = None
-    return results
-
-
-def rounds(trainer: Trainer, data: EvalData) -> Iterator[tuple[int, Any, bool]]:
-    """This rank's batches, and where every rank has to join each forward, throw-away ones until all ranks are through.
-
-    Yields:
-        (batch index, batch on the device, whether it is this rank's own).
-    """
-    core = trainer.core
-    together = core.strategy.collective_forward and core.world_size > 1
-    batches = iter(data)
-    index = 0
-    last: Any = None
-    while True:
-        batch = next(batches, _END)
-        real = batch is not _END
-        if not together:
-            if not real:
-                return
-        else:
-            present = core.gather_objects(real)
-            if not any(present):
-                return
-            if index == 0 and not all(present):
-                # A rank without any data borrows a batch, to have something to run.
-                lender = present.index(True)
-                borrowed = core.gather_objects(batch if core.global_rank == lender else None)[lender]
-                batch = batch if real else borrowed
-            elif not real:
-                batch = last
-        batch = last = trainer.to_device(batch) if real or index == 0 else batch
-        yield index, batch, real
-        index += 1
-
-
-@contextmanager
-def quiet_module(trainer: Trainer) -> Iterator[None]:
-    """Evaluation mode without gradients; afterwards every submodule's mode and the random state are as before."""
-    module = trainer.module
-    modes = {part: part.training for part in module.modules()}
-    state = _random_state()
-    # Under inference mode FSDP2 and ZeRO-3 would gather parameters that no later training step may touch.
-    inference = trainer.inference_mode and not trainer.core.strategy.collective_forward
-    module.eval()
-    try:
-        with torch.inference_mode() if inference else torch.no_grad():
-            yield
+            core.strategy.settle()
+            return metrics.show_epoch(stage, rehearsal=trainer.sanity_checking)
     finally:
-        _restore_modes(modes)
-        _restore_random_state(state)
+        leave_inference_mode(measures)
+        trainer.batch_indices = None
 
 
-def _restore_modes(modes: dict[nn.Module, bool]) -> None:
-    for part, training in modes.items():
-        part.training = training
+def step_arguments(trainer: Trainer, step: str, loaders: int) -> tuple[str, int]:
+    """How many of (batch, batch_idx, dataloader_idx) the user's step takes; Lightning lets the later ones be left out.
 
-
-def _random_state() -> dict[str, Any]:
-    state: dict[str, Any] = {
-        "python": random.getstate(),
-        "numpy": np.random.get_state(),
-        "torch": torch.get_rng_state(),
-    }
-    if torch.cuda.is_available():
-        state["cuda"] = torch.cuda.get_rng_state_all()
-    return state
-
-
-def _restore_random_state(state: dict[str, Any]) -> None:
-    random.setstate(state["python"])
-    np.random.set_state(state["numpy"])
-    torch.set_rng_state(state["torch"])
-    if "cuda" in state:
-        torch.cuda.set_rng_state_all(state["cuda"])
-
-
-def _in_order(ranks: list[list[Any]]) -> list[Any]:
-    # Ranks take consecutive slices of each global batch, so that round by round, rank by rank is the dataset's order.
-    longest = max(len(outputs) for outputs in ranks)
-    return [outputs[i] for i in range(longest) for outputs in ranks if i < len(outputs)]
-
-
-def _to_cpu(outputs: Any) -> Any:
-    from lightning_utilities.core.apply_func import apply_to_collection
-
-    return apply_to_collection(outputs, torch.Tensor, lambda tensor: tensor.detach().cpu())
-
-
-_END = object()
+    Raises:
+        TypeError: There are several loaders, and the step does not take dataloader_idx.
+    """
+    module: Any = trainer.module
+    parameters = inspect.signature(getattr(module, step)).parameters.values()
+    if any(p.kind is inspect.Parameter.VAR_POSITIONAL for p in parameters):
+        return step, 3
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    takes = len([p for p in parameters if p.kind in positional])
+    if loaders > 1 and takes < 3:
+        raise TypeError(
+            f"there are {loaders} loaders, but {type(module).__name__}.{step} has no argument for which one a batch is from: "
+            "write (self, batch, batch_idx, dataloader_idx=0)"
+        )
+    return step, takes

@@ -8,18 +8,18 @@ import time
 from collections.abc import Generator
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
-
+from acclight.callback import overrides
+from acclight.loops.evaluate import step_arguments
 from acclight.loops.interruption import Agreement, SignalWatch
+from acclight.loops.losses import WindowLosses, detached
 from acclight.loops.optimizers import step_epoch_schedulers, step_schedulers
 from acclight.messages import info, warn
-from acclight.module import LossSum, TrainModule
 
 if TYPE_CHECKING:
     from acclight.core import AcceleratorCore
     from acclight.data import TrainData
     from acclight.loops.validation import FitValidation
+    from acclight.module import TrainModule
     from acclight.trainer import Trainer
 
 
@@ -43,7 +43,9 @@ class FitLoop:
         self.data = data
         self.validation = validation
         self.progress = trainer.progress
-        self.counts_items = type(module).count_items is not TrainModule.count_items
+        self.losses = WindowLosses(core, module)
+        _, self.step_takes = step_arguments(trainer, "training_step", 1)
+        self.may_leave = overrides(module, "on_train_batch_start")
         #: A window is under way, and its step is not counted yet.
         self.in_window = False
         self.started = time.monotonic()
@@ -122,9 +124,11 @@ class FitLoop:
         for call in hooks.on_train_epoch_start:
             call()
         cut_short = False
+        empty = self.data.batches_done == 0
         windows = self.windows()
         try:
             for window in windows:
+                empty = False
                 skip = self.run_window(window)
                 trainer.save_pending()
                 if skip:
@@ -138,7 +142,12 @@ class FitLoop:
                     break
         finally:
             windows.close()
-        if cut_short:
+        if empty:
+            # A stream that gives nothing, or an iterator that is used up: more epochs would give no more.
+            warn(
+                f"the training loader gave no batches in epoch {progress.epoch}: training ends at step {progress.global_step}"
+            )
+        if cut_short or empty:
             return
         self.end_epoch()
 
@@ -198,129 +207,87 @@ class FitLoop:
         warn(f"the ranks hold different numbers of training batches ({held}); all stop at the shortest")
 
     def run_window(self, window: list[Any]) -> bool:
-        """Trains on one window and steps the optimizer once; True when a hook asked to skip the rest of the epoch."""
+        """Trains on one window and counts its step; True when the module asked to leave out the rest of the epoch."""
         trainer, core, hooks, metrics = self.trainer, self.core, self.trainer.hooks, self.trainer.metrics
-        progress = self.progress
-        metrics.window += 1
-        metrics.in_step = True
+        values_shown = (self.progress.global_step + 1) % trainer.log_every_n_steps == 0
+        metrics.begin_window(shown=values_shown)
         self.in_window = True
-        weights = self.weigh(window)
-        first = self.data.batches_done
-        final = len(window) - 1
+        self.losses.begin(window)
+        first, final = self.data.batches_done, len(window) - 1
         outputs: Any = None
-        counted: list[Tensor] | None = None
-        trained = False
         for index, batch in enumerate(window):
             batch = trainer.to_device(batch)
-            metrics.begin_batch(batch)
-            for call in hooks.on_train_batch_start:
-                if call(batch, first + index) == -1:
-                    self.in_window = metrics.in_step = False
-                    return True
+            metrics.begin_batch(batch, self.data.samples(index))
+            arguments = (batch, first + index)
+            if self.asked_to_leave(*arguments):
+                core.drop_gradients()
+                self.in_window = False
+                metrics.end_window()
+                return True
             if trainer.manual_optimization:
-                outputs = core.forward("training_step", batch, first + index)
+                outputs = trainer.manual.train(*arguments[: self.step_takes])
             else:
                 core.begin_micro_batch(index == final)
-                outputs = core.forward("training_step", batch, first + index)
-                loss, count = self.read_loss(outputs)
+                outputs = core.forward("training_step", *arguments[: self.step_takes])
                 if index == 0:
-                    for call in hooks.on_before_zero_grad:
-                        for optimizer in trainer.optimizers:
-                            call(optimizer)
-                    for position in range(len(trainer.optimizers)):
-                        core.zero_grad(position)
+                    self.zero_grad()
+                loss, weight = self.losses.read(outputs, index)
                 if loss is not None:
-                    trained = True
                     for call in hooks.on_before_backward:
                         call(loss)
-                    if count is None:
-                        core.backward(loss, weights[index])
-                    else:
-                        counted = [*(counted or []), count]
-                        core.backward(loss, float(core.world_size))
+                    core.backward(loss, weight)
                     for call in hooks.on_after_backward:
                         call()
-                    outputs = _detached(outputs)
+                    del loss
+            outputs = detached(outputs)
             if index < final:
                 for call in hooks.on_train_batch_end:
-                    call(outputs, batch, first + index)
-        if counted is not None:
-            core.scale_gradients(1.0 / core.sum(torch.stack(counted).sum()).clamp(min=1e-30))
-        stepped = True
-        if trained:
-            for position, optimizer in enumerate(trainer.optimizers):
-                for call in hooks.on_before_optimizer_step:
-                    call(optimizer)
-                core.clip(position)
-                stepped = core.optimizer_step(position) and stepped
+                    call(outputs, *arguments)
+                # What else the step has returned must not live through the next one.
+                outputs = None
+        stepped = trainer.manual.stepped if trainer.manual_optimization else self.step()
         self.data.consumed(len(window))
-        progress.global_step += 1
-        if not stepped:
-            progress.skipped_steps += 1
-        elif trained and trainer.lr_scheduler_configs:
-            step_schedulers(
-                trainer.lr_scheduler_configs, "step", progress.global_step, trainer.callback_metrics, fresh=False
-            )
+        self.progress.global_step += 1
+        if stepped:
+            step_schedulers(trainer, "step", self.progress.global_step)
+        elif stepped is False:
+            self.progress.skipped_steps += 1
         self.in_window = False
         for call in hooks.on_step:
             call()
         for call in hooks.on_train_batch_end:
-            call(outputs, batch, first + final)
-        metrics.in_step = False
-        if progress.global_step % trainer.log_every_n_steps == 0:
+            call(outputs, *arguments)
+        metrics.end_window()
+        if values_shown:
             trainer.show(metrics.show_step())
         for call in hooks.on_step_last:
             call()
         return False
 
-    def weigh(self, window: list[Any]) -> list[float] | list[Tensor]:
-        """What each micro-batch's mean loss counts in the window: equal parts, or its share of the items of all ranks."""
-        if not self.counts_items:
-            return [1.0 / len(window)] * len(window)
-        counts = torch.stack(
-            [
-                torch.as_tensor(self.module.count_items(batch), dtype=torch.float32).to(self.core.device)
-                for batch in window
-            ]
-        )
-        total = self.core.sum(counts.sum()).clamp(min=1.0)
-        return list((counts * (self.core.world_size / total)).unbind())
+    def asked_to_leave(self, batch: Any, batch_idx: int) -> bool:
+        """Runs on_train_batch_start; True, on all ranks, when the module's returned -1 on any."""
+        wishes = [call(batch, batch_idx) for call in self.trainer.hooks.on_train_batch_start]
+        return self.may_leave and self.core.any_rank(-1 in wishes)
 
-    def read_loss(self, outputs: Any) -> tuple[Tensor | None, Tensor | None]:
-        """The loss in what training_step returned, and its count when it is a sum."""
-        where = f"{type(self.module).__name__}.training_step"
-        if outputs is None:
-            if self.core.world_size > 1:
-                raise RuntimeError(
-                    f"{where} returned None on rank {self.core.global_rank}: return a loss on every rank"
-                )
-            return None, None
-        count: Tensor | None = None
-        if isinstance(outputs, LossSum):
-            loss = outputs.total
-            count = torch.as_tensor(outputs.count, dtype=torch.float32).to(self.core.device)
-        elif isinstance(outputs, dict):
-            if "loss" not in outputs:
-                raise ValueError(f"{where} returned a dict without 'loss'; it has the keys {sorted(map(str, outputs))}")
-            loss = outputs["loss"]
-        else:
-            loss = outputs
-        if not isinstance(loss, Tensor) or loss.numel() != 1:
-            what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
-            raise TypeError(
-                f"{where} returned {what} as the loss; return a scalar tensor, a dict with 'loss', LossSum or None"
-            )
-        if not loss.requires_grad:
-            raise RuntimeError(
-                f"{where} returned a loss without a graph; compute it from the module's parameters, undetached"
-            )
-        return loss, count
+    def zero_grad(self) -> None:
+        """Forgets the gradients of the last window."""
+        for position, optimizer in enumerate(self.trainer.optimizers):
+            for call in self.trainer.hooks.on_before_zero_grad:
+                call(optimizer)
+            self.core.zero_grad(position)
 
-
-def _detached(outputs: Any) -> Any:
-    """What training_step returned, with the loss cut from its graph, so that hooks keep no activations alive."""
-    if isinstance(outputs, Tensor):
-        return {"loss": outputs.detach()}
-    if isinstance(outputs, LossSum):
-        return {"loss": outputs.total.detach(), "count": outputs.count}
-    return {**outputs, "loss": outputs["loss"].detach()}
+    def step(self) -> bool | None:
+        """Steps every optimizer once; False when fp16 loss scaling skipped a step, None when no rank has a loss."""
+        trainer, core, hooks = self.trainer, self.core, self.trainer.hooks
+        if not self.losses.end():
+            return None
+        for position, optimizer in enumerate(trainer.optimizers):
+            core.unscale(position)
+            for call in hooks.on_before_optimizer_step:
+                call(optimizer)
+        core.clip(skip=bool(hooks.configure_gradient_clipping))
+        for call in hooks.configure_gradient_clipping:
+            for optimizer in trainer.optimizers:
+                call(optimizer, trainer.gradient_clip_val, trainer.gradient_clip_algorithm)
+        stepped = [core.optimizer_step(position) for position in range(len(trainer.optimizers))]
+        return all(stepped)

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau
 
+from acclight.callback import overrides
 from acclight.messages import warn
 
 if TYPE_CHECKING:
+    from acclight.module import TrainModule
     from acclight.trainer import Trainer
 
 
@@ -31,48 +34,68 @@ class SchedulerConfig:
     missed: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
-        if not hasattr(self.scheduler, "step"):
-            raise TypeError(
-                f"configure_optimizers gave {type(self.scheduler).__name__} as a scheduler; it has no step()"
-            )
         if self.interval not in ("step", "epoch"):
             raise ValueError(f"lr_scheduler interval={self.interval!r}: use 'step' (optimizer steps) or 'epoch'")
-        if self.frequency < 1:
-            raise ValueError(f"lr_scheduler frequency={self.frequency!r}: use 1 or more")
+        if not isinstance(self.frequency, int) or self.frequency < 1:
+            raise ValueError(f"lr_scheduler frequency={self.frequency!r}: use a whole number, 1 or more")
         self.reduce_on_plateau = self.reduce_on_plateau or isinstance(self.scheduler, ReduceLROnPlateau)
-        if self.reduce_on_plateau and not self.monitor:
-            raise ValueError(
-                "a ReduceLROnPlateau scheduler needs the metric that it watches: "
-                "return {'optimizer': optimizer, 'lr_scheduler': {'scheduler': scheduler, 'monitor': 'val_loss'}}"
-            )
 
 
-def read_optimizers(returned: Any) -> tuple[list[Optimizer], list[SchedulerConfig]]:
+def read_optimizers(module: TrainModule) -> tuple[list[Optimizer], list[SchedulerConfig]]:
     """Optimizers and schedulers from every form that configure_optimizers may return.
 
     The forms: one optimizer; a list or tuple of them; two lists (optimizers, schedulers); a dictionary with "optimizer" and
-    perhaps "lr_scheduler"; a tuple or list of such dictionaries; None.
+    perhaps "lr_scheduler"; a tuple or list of such dictionaries; None. A scheduler stands for itself, or in a dictionary with
+    "scheduler" and the other fields of `SchedulerConfig`.
+
+    Raises:
+        TypeError: For another form, named in the message.
+        ValueError: A part of it cannot be used.
     """
+    optimizers, schedulers = _read_form(module.configure_optimizers())
+    if len(set(map(id, optimizers))) < len(optimizers):
+        raise ValueError("configure_optimizers returned the same optimizer twice")
+    for optimizer in optimizers:
+        if isinstance(optimizer, torch.optim.LBFGS) and module.automatic_optimization:
+            raise ValueError(
+                "torch.optim.LBFGS evaluates the loss several times in a step: set automatic_optimization = False, and call "
+                "self.optimizers().step(closure) in training_step"
+            )
+    for config in schedulers:
+        _check_scheduler(module, config, optimizers)
+    return optimizers, schedulers
+
+
+def _read_form(returned: Any) -> tuple[list[Optimizer], list[SchedulerConfig]]:
     if returned is None:
+        warn("configure_optimizers returned None: the parameters stay as they are")
         return [], []
     if isinstance(returned, Optimizer):
         return [returned], []
     if isinstance(returned, Mapping):
         return _read_dicts([returned])
-    if isinstance(returned, Sequence) and not isinstance(returned, str):
+    if isinstance(returned, (list, tuple)):
         items = list(returned)
         if len(items) == 2 and isinstance(items[0], (list, tuple)):
             optimizers, schedulers = items
             schedulers = schedulers if isinstance(schedulers, (list, tuple)) else [schedulers]
-            return _optimizers(optimizers), [_scheduler(s) for s in schedulers]
+            return _optimizers(optimizers), [_scheduler(one) for one in schedulers]
         if items and all(isinstance(item, Mapping) for item in items):
             return _read_dicts(items)
         if items and all(isinstance(item, Optimizer) for item in items):
             return items, []
     raise TypeError(
-        f"configure_optimizers returned {type(returned).__name__}; return an optimizer, a list of them, two lists "
-        "(optimizers, schedulers), or a dictionary with 'optimizer' and 'lr_scheduler'"
+        f"configure_optimizers returned {_form(returned)}; return an optimizer, a list of them, two lists (optimizers, "
+        "schedulers), a dictionary with 'optimizer' and 'lr_scheduler', or a list of such dictionaries"
     )
+
+
+def _form(returned: Any) -> str:
+    """What was returned, in words."""
+    if not isinstance(returned, (list, tuple)):
+        return f"a {type(returned).__name__}"
+    inside = ", ".join(_form(item) if isinstance(item, (list, tuple)) else type(item).__name__ for item in returned)
+    return f"a {type(returned).__name__} of ({inside})"
 
 
 def _read_dicts(items: Sequence[Mapping[str, Any]]) -> tuple[list[Optimizer], list[SchedulerConfig]]:
@@ -93,13 +116,11 @@ def _read_dicts(items: Sequence[Mapping[str, Any]]) -> tuple[list[Optimizer], li
 def _optimizers(items: Sequence[Any]) -> list[Optimizer]:
     for item in items:
         if not isinstance(item, Optimizer):
-            raise TypeError(f"configure_optimizers returned {type(item).__name__} where an optimizer was expected")
+            raise TypeError(f"configure_optimizers returned a {type(item).__name__} where an optimizer was expected")
     return list(items)
 
 
 def _scheduler(item: Any, monitor: str | None = None) -> SchedulerConfig:
-    if isinstance(item, SchedulerConfig):
-        return item
     if not isinstance(item, Mapping):
         return SchedulerConfig(item, monitor=monitor)
     known = {f.name for f in fields(SchedulerConfig) if f.init}
@@ -107,57 +128,102 @@ def _scheduler(item: Any, monitor: str | None = None) -> SchedulerConfig:
     if unknown:
         raise ValueError(f"lr_scheduler has the unknown key {unknown[0]!r}; it takes {sorted(known)}")
     if "scheduler" not in item:
-        raise ValueError("lr_scheduler needs the key 'scheduler'")
+        raise ValueError(f"lr_scheduler has the keys {sorted(item)}, and needs 'scheduler'")
     return SchedulerConfig(**{"monitor": monitor, **item})
 
 
-def step_schedulers(
-    configs: Sequence[SchedulerConfig], interval: str, count: int, metrics: Mapping[str, torch.Tensor], fresh: bool
-) -> None:
-    """Steps the schedulers of one interval that are due.
-
-    Args:
-        configs: All schedulers.
-        interval: "step" or "epoch".
-        count: Steps, or epochs, done.
-        metrics: Values by name, for those that watch one.
-        fresh: The metrics come from an evaluation, or an epoch, that has just ended; schedulers that watch one wait for that.
+def _check_scheduler(module: TrainModule, config: SchedulerConfig, optimizers: Sequence[Optimizer]) -> None:
+    """What of a scheduler can be told before training.
 
     Raises:
-        ValueError: When a watched metric is not there and the scheduler is strict.
+        TypeError: It has no step() that can be called, or no state for a checkpoint.
+        ValueError: It belongs to another optimizer, or lacks the metric that it watches.
     """
-    for config in configs:
-        if config.interval != interval or count % config.frequency:
-            continue
-        if not config.reduce_on_plateau:
-            config.scheduler.step()
-            continue
-        if not fresh:
-            continue
-        assert config.monitor is not None
-        if config.monitor not in metrics:
-            if config.strict:
-                raise ValueError(
-                    f"the scheduler watches {config.monitor!r}, which was not logged; there are {sorted(metrics)}"
-                )
-            if not config.missed:
-                warn(f"the scheduler watches {config.monitor!r}, which was not logged: it does not step")
-                config.missed = True
-            continue
-        config.scheduler.step(metrics[config.monitor])
+    scheduler, name = config.scheduler, type(config.scheduler).__name__
+    for method in ("step", "state_dict", "load_state_dict"):
+        if not callable(getattr(scheduler, method, None)):
+            raise TypeError(f"configure_optimizers gave a {name} as a scheduler; it has no {method}()")
+    owner = getattr(scheduler, "optimizer", None)
+    if owner is not None and not any(owner is one for one in optimizers):
+        raise ValueError(
+            f"configure_optimizers returned a {name} of a {type(owner).__name__} that is not among the optimizers it returned: "
+            "return that optimizer too, or make the scheduler with one of those"
+        )
+    if not module.automatic_optimization:
+        if config.monitor is not None or config.reduce_on_plateau:
+            warn(
+                f"with automatic_optimization=False nobody steps the {name} but training_step; its monitor is not read"
+            )
+        return
+    if config.reduce_on_plateau and not config.monitor:
+        raise ValueError(
+            f"a {name} scheduler needs the metric that it watches: "
+            "return {'optimizer': optimizer, 'lr_scheduler': {'scheduler': scheduler, 'monitor': 'val_loss'}}"
+        )
+    if isinstance(scheduler, OneCycleLR) and config.interval == "epoch":
+        warn("a OneCycleLR with interval='epoch' takes one step per epoch; it is mostly meant to have interval='step'")
+    if not config.reduce_on_plateau and not overrides(module, "lr_scheduler_step"):
+        needed = [
+            p.name
+            for p in inspect.signature(scheduler.step).parameters.values()
+            if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+        ]
+        if needed:
+            raise TypeError(
+                f"{name}.step() needs the argument {needed[0]!r}: override lr_scheduler_step(scheduler, metric) to call it"
+            )
+
+
+def step_schedulers(trainer: Trainer, interval: str, count: int) -> None:
+    """After a step, or an epoch: the schedulers of this interval that watch no metric, where they are due.
+
+    Args:
+        trainer: Whose schedulers and module are used.
+        interval: "step" or "epoch".
+        count: Steps, or epochs, done.
+    """
+    if trainer.manual_optimization:
+        return
+    for config in trainer.lr_scheduler_configs:
+        if config.interval == interval and not config.reduce_on_plateau and count % config.frequency == 0:
+            trainer.module.lr_scheduler_step(config.scheduler, None)
 
 
 def step_epoch_schedulers(trainer: Trainer) -> None:
     """At the end of an epoch: schedulers that count epochs, and those that watch a metric of the training epoch."""
-    configs = [c for c in trainer.lr_scheduler_configs if not c.reduce_on_plateau or c.monitor in trainer.metrics.train]
-    step_schedulers(configs, "epoch", trainer.current_epoch + 1, trainer.callback_metrics, fresh=True)
+    step_schedulers(trainer, "epoch", trainer.current_epoch + 1)
+    _step_plateau(trainer, trainer.callback_metrics, of_training=True)
 
 
 def step_plateau_schedulers(trainer: Trainer, fresh: set[str]) -> None:
-    """After a validation: schedulers that watch a metric which only validation logs."""
-    configs = [
-        c for c in trainer.lr_scheduler_configs if c.reduce_on_plateau and c.monitor not in trainer.metrics.train
-    ]
-    metrics = {name: trainer.callback_metrics[name] for name in fresh}
-    for interval, count in (("epoch", trainer.current_epoch + 1), ("step", trainer.global_step)):
-        step_schedulers(configs, interval, count, metrics, fresh=True)
+    """After a validation: schedulers that watch a metric which only validation logs.
+
+    Args:
+        trainer: Whose schedulers and module are used.
+        fresh: The metrics of this validation.
+    """
+    _step_plateau(trainer, {name: trainer.callback_metrics[name] for name in fresh}, of_training=False)
+
+
+def _step_plateau(trainer: Trainer, metrics: Mapping[str, torch.Tensor], *, of_training: bool) -> None:
+    if trainer.manual_optimization:
+        return
+    training = trainer.metrics.training_names()
+    for config in trainer.lr_scheduler_configs:
+        if not config.reduce_on_plateau or (config.monitor in training) is not of_training:
+            continue
+        if of_training and config.interval != "epoch":
+            continue
+        count = trainer.current_epoch + 1 if config.interval == "epoch" else trainer.global_step
+        if count % config.frequency:
+            continue
+        assert config.monitor is not None
+        if config.monitor in metrics:
+            trainer.module.lr_scheduler_step(config.scheduler, metrics[config.monitor])
+        elif config.strict:
+            raise ValueError(
+                f"the scheduler watches {config.monitor!r}, which was not logged; there are {sorted(metrics)}"
+            )
+        elif not config.missed:
+            warn(f"the scheduler watches {config.monitor!r}, which was not logged: it does not step")
+            config.missed = True

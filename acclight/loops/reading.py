@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
 import torch
+from torch.utils.data import DataLoader
 
 from acclight.data import EvalData, TrainData, rank_identity
+from acclight.data.loader import size_of
 from acclight.messages import info, warn
 
 if TYPE_CHECKING:
@@ -25,16 +28,14 @@ def training_data(trainer: Trainer, loader: Any) -> TrainData:
         own_share=_brings_its_own_share(trainer, loader, "training"),
     )
     if data.num_batches == 0 and trainer.limits["train"] != 0:
-        samples = getattr(getattr(loader, "dataset", None), "__len__", lambda: "unknown")()
-        warn(
-            f"the training loader ({type(loader).__name__}, {samples} samples, batch_size {getattr(loader, 'batch_size', None)}, "
-            f"drop_last {getattr(loader, 'drop_last', None)}) gives no batches: nothing will be trained"
-        )
+        warn(f"the training loader ({_described(loader)}) gives no batches: nothing will be trained")
     return data
 
 
 def evaluation_data(trainer: Trainer, stage: str, loaders: Mapping[str, Any]) -> dict[str, EvalData]:
-    """What this rank reads of some evaluation loaders, by name; an empty one is left out, with a warning.
+    """What this rank reads of some evaluation loaders, by name; nothing at all where all of them are empty.
+
+    An empty loader is warned of.
 
     Args:
         trainer: Whose limits are used.
@@ -55,8 +56,44 @@ def evaluation_data(trainer: Trainer, stage: str, loaders: Mapping[str, Any]) ->
     }
     for name, data in made.items():
         if data.rounds == 0 and limit != 0:
-            warn(f"the {stage} loader{f' {name!r}' if name else ''} has no batches and is skipped")
-    return {name: data for name, data in made.items() if data.rounds != 0}
+            _warn_of_empty(stage, name, data, loaders[name])
+    # One that is empty keeps its place: users count loaders from 0 as they gave them.
+    return made if any(data.rounds != 0 for data in made.values()) else {}
+
+
+def warn_if_empty(trainer: Trainer, stage: str, name: str, data: EvalData, read: int) -> None:
+    """Warns once of a loader that tells its length to nobody, and has turned out empty on all ranks. A collective for such.
+
+    Args:
+        trainer: Whose ranks are asked.
+        stage: "validation", "test" or "predict".
+        name: The loader's, if it has one.
+        data: What this rank has read of it.
+        read: How many batches.
+    """
+    if data.rounds is not None or trainer.sanity_checking:
+        return
+    if not any(count for rank in trainer.core.gather_values([float(read)]) for count in rank):
+        _warn_of_empty(stage, name, data, data.loader)
+
+
+_warned_of: WeakSet[EvalData] = WeakSet()
+
+
+def _warn_of_empty(stage: str, name: str, data: EvalData, loader: Any) -> None:
+    if data not in _warned_of:
+        _warned_of.add(data)
+        which = f" {name!r}" if name else ""
+        warn(f"the {stage} loader{which} ({_described(loader)}) gives no batches and is skipped")
+
+
+def _described(loader: Any) -> str:
+    """A loader in words, with what can make it empty."""
+    if not isinstance(loader, DataLoader):
+        return type(loader).__name__
+    samples = size_of(loader.dataset)
+    length = f"{'unknown' if samples is None else samples} samples"
+    return f"{type(loader).__name__}, {length}, batch_size={loader.batch_size}, drop_last={loader.drop_last}"
 
 
 def _brings_its_own_share(trainer: Trainer, loader: Any, stage: str) -> bool:

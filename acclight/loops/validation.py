@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+import torch
+
+from acclight.logging.torchmetric import MetricStates, metrics_in
 from acclight.loops.evaluate import evaluate
 from acclight.loops.optimizers import step_plateau_schedulers
+from acclight.loops.pause import paused_training
 from acclight.loops.reading import evaluation_data
 
 if TYPE_CHECKING:
@@ -26,6 +33,8 @@ class FitValidation:
         self.data = evaluation_data(trainer, "validation", loaders)
         #: Optimizer steps between validations inside epochs; None for the end of epochs alone.
         self.every_n_steps = self._steps_between()
+        #: They count from the start of the epoch, not of the training.
+        self.counts_in_epoch = isinstance(trainer.val_check_interval, float)
 
     def _steps_between(self) -> int | None:
         interval = self.trainer.val_check_interval
@@ -39,37 +48,50 @@ class FitValidation:
                 f"val_check_interval={interval} is a fraction of an epoch, but the training loader has no length: "
                 "give a number of optimizer steps (an int)"
             )
-        return max(1, int(steps * interval))
+        return max(1, int(steps * interval + 1e-9))  # 0.29 * 100 is 28.999999999999996
 
     def due_after_step(self) -> bool:
         """A validation belongs after the optimizer step that has just been done."""
-        return bool(self.data) and self.every_n_steps is not None and self.trainer.global_step % self.every_n_steps == 0
+        trainer = self.trainer
+        if not self.data or self.every_n_steps is None:
+            return False
+        if not self.counts_in_epoch:
+            return trainer.global_step % self.every_n_steps == 0
+        assert trainer.data is not None
+        steps = math.ceil(trainer.data.batches_done / trainer.accumulate_grad_batches)
+        return steps % self.every_n_steps == 0 and self._epoch_is_due()
 
     def due_at_epoch_end(self) -> bool:
         """A validation belongs to the end of this epoch, and has not been run there yet (before a resume, say)."""
         trainer = self.trainer
         if not self.data or self.every_n_steps is not None or trainer.progress.validated_at == trainer.global_step:
             return False
-        return (trainer.current_epoch + 1) % trainer.check_val_every_n_epoch == 0
+        return self._epoch_is_due()
+
+    def _epoch_is_due(self) -> bool:
+        return (self.trainer.current_epoch + 1) % self.trainer.check_val_every_n_epoch == 0
 
     def run(self) -> None:
         """One validation; its metrics reach callbacks, loggers and the schedulers that watch one."""
         trainer = self.trainer
         trainer.validating = True
         try:
-            shown = evaluate(trainer, "validation", self.data)
-            if not trainer.sanity_checking:
-                trainer.progress.validated_at = trainer.global_step
-            trainer.show(shown)
-            for call in trainer.hooks.on_validation_end:
+            for call in () if trainer.sanity_checking else trainer.hooks.on_validation_model_zero_grad:
                 call()
-            if not trainer.sanity_checking:
-                step_plateau_schedulers(trainer, set(shown.callback))
+            with paused_training(trainer, "validation"):
+                shown = evaluate(trainer, "validation", self.data)
+                trainer.show(shown)
+                if not trainer.sanity_checking:
+                    # Before the hook, in which checkpoints are written.
+                    trainer.progress.validated_at = trainer.global_step
+                    step_plateau_schedulers(trainer, set(shown.callback))
+                for call in trainer.hooks.on_validation_end:
+                    call()
         finally:
             trainer.validating = False
 
     def sanity_check(self) -> None:
-        """Tries some batches before training, without a trace in metrics, loggers or random state."""
+        """Tries some batches before training, without a trace in metrics, loggers, callbacks or random state."""
         trainer, full = self.trainer, self.data
         steps = trainer.num_sanity_val_steps
         if not full or steps == 0:
@@ -78,12 +100,16 @@ class FitValidation:
         try:
             if steps > 0:
                 self.data = {name: data.first(steps) for name, data in full.items()}
-            for call in trainer.hooks.on_sanity_check_start:
-                call()
-            self.run()
-            for call in trainer.hooks.on_sanity_check_end:
-                call()
+            with _without_a_trace(trainer):
+                for call in trainer.hooks.on_sanity_check_start:
+                    call()
+                self.run()
+                for call in trainer.hooks.on_sanity_check_end:
+                    call()
         finally:
+            if self.data is not full:
+                for data in self.data.values():
+                    data.close()
             self.data = full
             trainer.sanity_checking = False
             trainer.forget_metrics()
@@ -96,3 +122,40 @@ class FitValidation:
             return f"validation every {self.every_n_steps} steps"
         epochs = self.trainer.check_val_every_n_epoch
         return "validation every epoch" if epochs == 1 else f"validation every {epochs} epochs"
+
+
+@contextmanager
+def _without_a_trace(trainer: Trainer) -> Iterator[None]:
+    """Puts back the states of torchmetrics objects, and of callbacks as far as they have one for checkpoints."""
+    metrics = MetricStates(metrics_in(trainer.module))
+    callbacks = [(callback, _kept(callback.state_dict())) for callback in trainer.callbacks]
+    yield
+    metrics.restore()
+    for callback, before in callbacks:
+        if not _same(callback.state_dict(), before):
+            callback.load_state_dict(before)
+
+
+def _kept(state: Any) -> Any:
+    """A copy that costs no memory on the device; as from a checkpoint, its tensors are on the CPU."""
+    if isinstance(state, dict):
+        return {key: _kept(value) for key, value in state.items()}
+    if isinstance(state, (list, tuple)):
+        return type(state)(map(_kept, state))
+    return state.detach().cpu().clone() if isinstance(state, torch.Tensor) else copy.deepcopy(state)
+
+
+def _same(a: Any, b: Any) -> bool:
+    if isinstance(a, dict) and isinstance(b, dict):
+        return a.keys() == b.keys() and all(_same(a[key], b[key]) for key in a)
+    if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
+        return len(a) == len(b) and all(map(_same, a, b))
+    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+        return a.shape == b.shape and torch.equal(_local(a).cpu(), _local(b))
+    return type(a) is type(b) and bool(a == b)
+
+
+def _local(tensor: Any) -> torch.Tensor:
+    """What this rank holds of a tensor that may be sharded."""
+    local: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return local

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import copy
-import json
 import logging
 import math
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,8 @@ from accelerate.utils import DeepSpeedPlugin, InitProcessGroupKwargs
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from acclight.strategies import ds_config as settings
+from acclight.strategies.loss_scale import LossScale
 from acclight.strategies.strategy import Strategy, canonical_name
 
 
@@ -35,6 +36,7 @@ class DeepSpeedStrategy(Strategy):
     """
 
     kind = "deepspeed"
+    accelerate_type = "DEEPSPEED"
 
     def __init__(
         self,
@@ -50,7 +52,7 @@ class DeepSpeedStrategy(Strategy):
         timeout: float = 1800.0,
     ) -> None:
         super().__init__(timeout=timeout)
-        self._user_config = _read_config(ds_config)
+        self._user_config = settings.read(ds_config)
         self.stage = int(self._user_config.get("zero_optimization", {}).get("stage", stage))
         if self.stage not in (1, 2, 3):
             raise ValueError(f"stage={self.stage!r}: DeepSpeed ZeRO has the stages 1, 2 and 3")
@@ -61,6 +63,9 @@ class DeepSpeedStrategy(Strategy):
         self.zero3_init_flag = self.stage == 3 and zero3_init_flag is not False
         self.zero3_save_16bit_model = zero3_save_16bit_model
         self.config: dict[str, Any] = {}
+        self._divisor = 1.0
+        #: The fp16 loss scale where it is not the engine's own.
+        self._loss_scale: LossScale | None = None
 
     @property
     def name(self) -> str:
@@ -88,9 +93,22 @@ class DeepSpeedStrategy(Strategy):
         if device_type == "cpu":
             _skip_shared_memory_operator()
 
-    def accelerator_arguments(self, *, precision: str, clip: float, micro_batch_size: int) -> dict[str, Any]:
+    def configured_precision(self) -> str | None:
+        return settings.precision_of(self._user_config)
+
+    def accelerator_arguments(self, *, clip: float, micro_batch_size: int) -> dict[str, Any]:
         logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
-        self.config = self._configure(precision, clip, micro_batch_size)
+        mode = settings.own_mode(self._user_config, self.precision)
+        if mode == "fp16" and not _runs_fp16():
+            raise ValueError(
+                f"precision={self.precision.name!r} needs DeepSpeed's own fp16, which DeepSpeed does not run on this device; "
+                "use precision='bf16-mixed', or '16-mixed' without a section 'fp16' in ds_config"
+            )
+        if self.precision.name == "16-mixed" and mode is None:
+            self._loss_scale = LossScale()
+        self.config = settings.complete(
+            self._user_config, self._zero_section(), mode=mode, clip=clip, micro_batch_size=micro_batch_size
+        )
         arguments: dict[str, Any] = {
             "deepspeed_plugin": DeepSpeedPlugin(
                 hf_ds_config=copy.deepcopy(self.config), zero3_init_flag=self.zero3_init_flag
@@ -100,11 +118,7 @@ class DeepSpeedStrategy(Strategy):
             arguments["kwargs_handlers"] = [InitProcessGroupKwargs(backend="gloo", timeout=self.timeout)]
         return arguments
 
-    def _configure(self, precision: str, clip: float, micro_batch_size: int) -> dict[str, Any]:
-        """The whole DeepSpeed configuration, with nothing left for Accelerate to fill in.
-
-        Accelerate 1.15 turns a clipping of 0.0 into "auto", and that into 1.0, unless the configuration holds a number.
-        """
+    def _zero_section(self) -> dict[str, Any]:
         zero: dict[str, Any] = {"stage": self.stage}
         for role in ("optimizer", "param"):
             device = getattr(self, f"offload_{role}_device")
@@ -114,36 +128,7 @@ class DeepSpeedStrategy(Strategy):
                     zero[f"offload_{role}"]["nvme_path"] = getattr(self, f"offload_{role}_nvme_path")
         if self.stage == 3:
             zero["stage3_gather_16bit_weights_on_model_save"] = self.zero3_save_16bit_model
-        ours: dict[str, Any] = {
-            "train_micro_batch_size_per_gpu": micro_batch_size,
-            # The loop owns the window: it weights every loss itself and says where the window ends.
-            "gradient_accumulation_steps": 1,
-            "gradient_clipping": clip,
-            "zero_allow_untested_optimizer": True,
-            "fp16": {"enabled": precision == "fp16"},
-            "bf16": {"enabled": precision == "bf16"},
-        }
-        config = copy.deepcopy(self._user_config)
-        for key, value in ours.items():
-            given = config.get(key, "auto")
-            if isinstance(value, dict):
-                given = dict(given) if isinstance(given, Mapping) else {}
-                if given.get("enabled", "auto") not in ("auto", value["enabled"]):
-                    raise ValueError(
-                        f"ds_config {key}.enabled={given['enabled']} contradicts the Trainer's precision; "
-                        "set one of them, or write 'auto' in ds_config"
-                    )
-                config[key] = given | value
-            elif given == "auto":
-                config[key] = value
-            elif key == "gradient_clipping" and clip not in (0.0, float(given)):
-                raise ValueError(
-                    f"ds_config gradient_clipping={given} contradicts gradient_clip_val={clip}; set one of them"
-                )
-        config["gradient_accumulation_steps"] = 1
-        config.pop("train_batch_size", None)
-        config["zero_optimization"] = zero | config.get("zero_optimization", {})
-        return config
+        return zero
 
     def init_context(self) -> AbstractContextManager[Any]:
         if self.stage != 3 or not self.zero3_init_flag:
@@ -166,16 +151,24 @@ class DeepSpeedStrategy(Strategy):
             self.step_module = self.wrapped = step_module.to(accelerator.device)
             self._optimizers = []
             return self.wrapped
+        module = step_module.get_submodule("module")
+        if self.stage == 3 and hasattr(self, "wrapped") and self.step_module.get_submodule("module") is module:
+            # The engine of an evaluation: its hooks would gather and free the parameters beside the new one's.
+            self.wrapped.destroy()  # type: ignore[operator]
         self.step_module = step_module
         self._scaler = None
         if self.stage == 3:
             self._announce_direct_parameters(step_module)
+        # Without its own count of backwards the engine exchanges what it has in its step, whenever that is called.
+        accelerator.state.deepspeed_plugin.deepspeed_config["managed_gradient_accumulation"] = not self.manual
         # Noted now: the engine is about to replace the groups' parameters by flat partitions.
         self._group_names = super().param_group_names(step_module.get_submodule("module"), optimizers)
         prepared = accelerator.prepare(step_module, *optimizers)
         self.wrapped = prepared[0] if optimizers else prepared
         self._optimizers = list(optimizers)
         self.check_wrapped()
+        if self._loss_scale is not None and optimizers:
+            self._zero.override_loss_scale(self._loss_scale.scale)
         return self.wrapped
 
     def _announce_direct_parameters(self, step_module: nn.Module) -> None:
@@ -210,14 +203,57 @@ class DeepSpeedStrategy(Strategy):
     def set_gradient_sync(self, sync: bool) -> None:
         self._engine.set_gradient_accumulation_boundary(is_boundary=sync)
 
-    def backward(self, loss: Tensor) -> None:
+    def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
         # Accelerate's engine wrapper would divide by the accumulation count and step at once, before the step hooks.
-        self._engine.backward(loss, scale_wrt_gas=False)
+        self._engine.backward(loss, retain_graph=retain_graph, scale_wrt_gas=False)
+
+    def finish_window(self) -> None:
+        self.set_gradient_sync(True)
+        if self.stage == 1:
+            self._engine.allreduce_gradients()
+        else:
+            self._zero.finalize_gradient_accumulation_boundary()
+
+    def drop_gradients(self) -> None:
+        zero = self._zero
+        zero.zero_grad()
+        if self.stage == 3:
+            return
+        zero.micro_step_id = -1
+        for group in range(len(zero.bit16_groups)):
+            zero.averaged_gradients[group] = zero.all_grad_tensors[group] = None
+        if zero.cpu_offload:
+            zero.reset_cpu_buffers()
+
+    def scale_gradients(self, parameters: Sequence[nn.Parameter], factor: Tensor) -> None:
+        # The engine divides the gradients, and their norm, by the loss scale in its step.
+        self._divisor = 1.0 / float(factor)
+
+    def manual_backward(self, loss: Tensor, *, sync: bool, retain_graph: bool) -> None:
+        # What the engine does at the start of a forward, and when a gradient reaches that forward's output.
+        self._zero.clear_backward_seen_flag()
+        self._engine._backward_prologue()
+        self.backward(loss, retain_graph=retain_graph)
+
+    def after_manual_step(self) -> None:
+        self.reset_clipping()
+        if self.stage == 3:
+            # What the step itself holds is gathered for as long as it runs, with the values from before.
+            for parameter in self.step_module.get_submodule("module").parameters(recurse=False):
+                parameter.partition()  # type: ignore[attr-defined]
+                parameter.all_gather()  # type: ignore[attr-defined]
+
+    def manual_zero_grad(self, index: int) -> None:
+        self.drop_gradients()
+
+    def reset_clipping(self) -> None:
+        self._zero.clip_grad = 0.0
 
     def unscale(self, optimizer_index: int) -> None:
         """The engine unscales within its step."""
 
     def clip_norm(self, parameters: Sequence[nn.Parameter], max_norm: float) -> Tensor | None:
+        self._zero.clip_grad = max_norm
         return None
 
     def clip_value(self, parameters: Sequence[nn.Parameter], limit: float) -> None:
@@ -231,8 +267,52 @@ class DeepSpeedStrategy(Strategy):
         return None if norm is None else float(norm)
 
     def optimizer_step(self, index: int) -> bool:
-        self._engine.step()
-        return not bool(getattr(self._zero, "overflow", False))
+        with self._divided():
+            self._engine.step()
+        overflow = bool(getattr(self._zero, "overflow", False))
+        if self._loss_scale is not None:
+            self._loss_scale.update(overflow)
+            self._zero.external_loss_scale = self._loss_scale.scale
+        return not overflow
+
+    @contextmanager
+    def _divided(self) -> Iterator[None]:
+        """Makes the engine's step divide the gradients by `_divisor`, for once."""
+        if self._divisor == 1.0:
+            yield
+            return
+        owner, name = (
+            (self._zero, "external_loss_scale")
+            if self._zero.custom_loss_scaler
+            else (self._zero.loss_scaler, "cur_scale")
+        )
+        setattr(owner, name, getattr(owner, name) * self._divisor)
+        try:
+            yield
+        finally:
+            setattr(owner, name, getattr(owner, name) / self._divisor)
+            self._divisor = 1.0
+
+    def scaler_state(self) -> dict[str, Any]:
+        own = self._loss_scale
+        if own is not None:
+            return {"scale": own.scale, "good_steps": own.good_steps}
+        if not self.config["fp16"]["enabled"] or not self._optimizers:
+            return {}
+        engines = self._zero.loss_scaler
+        good_steps = engines.cur_iter - engines.last_overflow_iter - 1 if engines.dynamic else 0
+        return {"scale": float(engines.cur_scale), "good_steps": good_steps}
+
+    def load_scaler_state(self, state: Mapping[str, Any]) -> None:
+        if not state or not self._optimizers:
+            return
+        if self._loss_scale is not None:
+            self._loss_scale.scale, self._loss_scale.good_steps = state["scale"], state["good_steps"]
+            self._zero.external_loss_scale = self._loss_scale.scale
+        elif self.config["fp16"]["enabled"] and self._zero.loss_scaler.dynamic:
+            engines = self._zero.loss_scaler
+            engines.cur_scale, engines.cur_iter = state["scale"], state["good_steps"]
+            engines.last_overflow_iter = -1
 
     def zero_grad(self, index: int) -> None:
         """The engine clears its gradients within its step."""
@@ -249,7 +329,9 @@ class DeepSpeedStrategy(Strategy):
             if key not in state:
                 continue
             if id(parameter) not in gathered:
-                full = safe_get_full_fp32_param(parameter) if parameter.requires_grad else None
+                # An evaluation's engine has no optimizer, which is what holds the parameters in float32.
+                trained = parameter.requires_grad and bool(self._optimizers)
+                full = safe_get_full_fp32_param(parameter) if trained else None
                 gathered[id(parameter)] = self._gather(parameter) if full is None else full.detach().cpu()
             state[key] = gathered[id(parameter)]
         return state
@@ -305,6 +387,10 @@ class DeepSpeedStrategy(Strategy):
     def optimizer_state(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
         from deepspeed.utils import safe_get_full_optimizer_state
 
+        if self.stage != 3:
+            # DeepSpeed 0.19.8 links parameters and optimizer state after the step of the first parameter group alone.
+            self._zero._hp_optimizer_states_linked = False
+            self._zero._lazy_init_hp_params_optimizer_state()
         state: dict[str, Any] = {}
         partitions = self._flat_partitions()
         for name, parameter in module.named_parameters():
@@ -373,19 +459,11 @@ def _skip_shared_memory_operator() -> None:
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
+def _runs_fp16() -> bool:
+    from deepspeed.accelerator import get_accelerator
+
+    return bool(get_accelerator().is_fp16_supported())
+
+
 def _shape(parameter: nn.Parameter) -> tuple[int, ...]:
     return tuple(getattr(parameter, "ds_shape", parameter.shape))
-
-
-def _read_config(config: Mapping[str, Any] | str | Path | None) -> dict[str, Any]:
-    if config is None:
-        return {}
-    if isinstance(config, Mapping):
-        return copy.deepcopy(dict(config))
-    path = Path(config)
-    if not path.is_file():
-        raise ValueError(f"ds_config={str(config)!r}: there is no such file; give a dict or the path of a JSON file")
-    loaded = json.loads(path.read_text(encoding="utf-8"))
-    if not isinstance(loaded, dict):
-        raise ValueError(f"ds_config={str(config)!r}: the file holds a {type(loaded).__name__}, not a JSON object")
-    return loaded

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from accelerate.utils import FullyShardedDataParallelPlugin
 from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from acclight.strategies import on_cpu
-from acclight.strategies.strategy import Strategy
-
-_WRAP_POLICIES = ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP")
+from acclight.strategies.strategy import Strategy, canonical_name
+from acclight.strategies.wrapping import POLICIES, choose_units, only_units
 
 
 class FSDP2Strategy(Strategy):
@@ -24,17 +25,20 @@ class FSDP2Strategy(Strategy):
     Args:
         reshard_after_forward: Free the gathered parameters after the forward and gather them again in the backward. Default True.
         cpu_offload: Keep shards and optimizer state on the CPU. Default False.
+        mixed_precision_policy: torch's MixedPrecisionPolicy, a dict of its fields, or one type's name ("bf16") for parameters and
+            reduction. Default: from the Trainer's precision, with gradients summed in float32 and outputs left as they are.
         auto_wrap_policy: "TRANSFORMER_BASED_WRAP" (default; one unit per transformer layer), "SIZE_BASED_WRAP" or "NO_WRAP".
         transformer_cls_names_to_wrap: Class names of the layers. Default: `_no_split_modules` of the transformers models inside.
-        min_num_params: Smallest unit of "SIZE_BASED_WRAP", in parameters.
+        min_num_params: Smallest unit of "SIZE_BASED_WRAP", in parameters that are in no smaller unit.
         activation_checkpointing: Recompute each unit's activations in the backward. Default False.
-        ignored_modules: Modules, or a regular expression for their names, that stay whole on every rank.
+        ignored_modules: Frozen modules, or a regular expression for their names, that stay whole on every rank.
         state_dict_type: "FULL_STATE_DICT" or "SHARDED_STATE_DICT" (default): the form of exported weights.
         cpu_ram_efficient_loading: Only rank 0 holds real weights before they are sharded. Default False.
         timeout: Seconds that a collective may wait. Default 1800.
     """
 
     kind = "fsdp2"
+    accelerate_type = "FSDP"
     collective_forward = True
 
     def __init__(
@@ -42,6 +46,7 @@ class FSDP2Strategy(Strategy):
         *,
         reshard_after_forward: bool = True,
         cpu_offload: bool = False,
+        mixed_precision_policy: MixedPrecisionPolicy | Mapping[str, Any] | str | None = None,
         auto_wrap_policy: str = "TRANSFORMER_BASED_WRAP",
         transformer_cls_names_to_wrap: Sequence[str] | None = None,
         min_num_params: int | None = None,
@@ -52,12 +57,13 @@ class FSDP2Strategy(Strategy):
         timeout: float = 1800.0,
     ) -> None:
         super().__init__(timeout=timeout)
-        if auto_wrap_policy.upper() not in _WRAP_POLICIES:
-            raise ValueError(f"auto_wrap_policy={auto_wrap_policy!r}: choose one of {', '.join(_WRAP_POLICIES)}")
+        if auto_wrap_policy.upper() not in POLICIES:
+            raise ValueError(f"auto_wrap_policy={auto_wrap_policy!r}: choose one of {', '.join(POLICIES)}")
         if auto_wrap_policy.upper() == "SIZE_BASED_WRAP" and not min_num_params:
             raise ValueError("auto_wrap_policy='SIZE_BASED_WRAP' needs min_num_params, the smallest unit in parameters")
         self.reshard_after_forward = reshard_after_forward
         self.cpu_offload = cpu_offload
+        self.mixed_precision_policy = _read_policy(mixed_precision_policy)
         self.auto_wrap_policy = auto_wrap_policy.upper()
         self.transformer_cls_names_to_wrap = (
             list(transformer_cls_names_to_wrap) if transformer_cls_names_to_wrap else None
@@ -76,7 +82,7 @@ class FSDP2Strategy(Strategy):
         if device_type == "cpu":
             on_cpu.claim_fsdp()
 
-    def accelerator_arguments(self, *, precision: str, clip: float, micro_batch_size: int) -> dict[str, Any]:
+    def accelerator_arguments(self, *, clip: float, micro_batch_size: int) -> dict[str, Any]:
         return {
             "fsdp_plugin": FullyShardedDataParallelPlugin(
                 fsdp_version=2,
@@ -89,23 +95,58 @@ class FSDP2Strategy(Strategy):
                 ignored_modules=self.ignored_modules,
                 state_dict_type=self.state_dict_type,
                 cpu_ram_efficient_loading=self.cpu_ram_efficient_loading,
-                mixed_precision_policy=_policy(precision),
+                # A given one keeps Accelerate from making its own, which rounds outputs; `prepare` gives the model's.
+                mixed_precision_policy=self.mixed_precision_policy or MixedPrecisionPolicy(),
             )
         }
 
     def prepare(self, accelerator: Any, step_module: nn.Module, optimizers: Sequence[Optimizer]) -> nn.Module:
-        # The plugin reads the layer classes from the module that it is given: the thin one around the user's.
-        layers = {name for m in step_module.modules() for name in (getattr(m, "_no_split_modules", None) or ())}
-        present = {type(m).__name__ for m in step_module.modules()}
-        step_module._no_split_modules = sorted(layers & present)  # type: ignore[assignment]
-        # Evaluation has no optimizer, and Accelerate shards only a pair: one that never steps makes the pair.
+        module = step_module.get_submodule("module")
+        if hasattr(self, "wrapped") and self.step_module.get_submodule("module") is module:
+            # An evaluation has sharded it, so that the optimizers were made from the shards already.
+            self._optimizers = [accelerator.prepare_optimizer(optimizer) for optimizer in optimizers]
+            return self.wrapped
+        self._refuse_what_cannot_work(module)
+        units = choose_units(
+            module, self.auto_wrap_policy, self.transformer_cls_names_to_wrap, self.min_num_params or 0
+        )
+        # Accelerate looks for a last norm to wrap among the children, and would take a user's module named so for one.
+        step_module.base_model_prefix = "none"  # type: ignore[assignment]
+        accelerator.state.fsdp_plugin.mixed_precision_policy = self._policy(module, accelerator.device)
         if not self.cpu_ram_efficient_loading:
             _copy_from_first_rank(step_module)
+        # Evaluation has no optimizer, and Accelerate shards only a pair: one that never steps makes the pair.
         stand_in = [] if optimizers else [torch.optim.SGD(step_module.parameters(), lr=0.0)]
-        super().prepare(accelerator, step_module, [*optimizers, *stand_in])
+        with only_units(units):
+            super().prepare(accelerator, step_module, [*optimizers, *stand_in])
         if stand_in:
             self._optimizers = []
         return self.wrapped
+
+    def _refuse_what_cannot_work(self, module: nn.Module) -> None:
+        for name, parameter in module.named_parameters():
+            if parameter.dim() == 0:
+                raise ValueError(
+                    f"FSDP2 cannot shard the scalar parameter {canonical_name(name)!r}: make it nn.Parameter(torch.zeros(1)), "
+                    "of shape (1,), or use the strategy 'ddp'"
+                )
+
+    def _policy(self, module: nn.Module, device: torch.device) -> MixedPrecisionPolicy:
+        """What FSDP2 casts by itself: under "-mixed" the parameters that it gathers, on a GPU.
+
+        Not on a CPU, whose normalization layers refuse weights of another type than their input's, nor around a BatchNorm,
+        whose buffers stay float32. Inputs are autocast's affair: targets keep their digits.
+        """
+        if self.mixed_precision_policy is not None:
+            return self.mixed_precision_policy
+        if self.precision.autocast is None:
+            return MixedPrecisionPolicy()
+        in_float32 = device.type == "cpu" or any(isinstance(part, _BatchNorm) for part in module.modules())
+        return MixedPrecisionPolicy(
+            param_dtype=None if in_float32 else self.precision.autocast,
+            reduce_dtype=torch.float32,
+            cast_forward_inputs=False,
+        )
 
     def check_wrapped(self) -> None:
         whole = [n for n, p in self.step_module.named_parameters() if not isinstance(p, DTensor)]
@@ -116,6 +157,41 @@ class FSDP2Strategy(Strategy):
 
     def set_gradient_sync(self, sync: bool) -> None:
         self.wrapped.set_requires_gradient_sync(sync)  # type: ignore[operator]
+
+    def finish_window(self) -> None:
+        self.wrapped.set_requires_gradient_sync(True)  # type: ignore[operator]
+        self._end_backward()
+
+    def drop_gradients(self) -> None:
+        # What micro-batches have gathered lies beside the parameters until it is exchanged.
+        self.finish_window()
+        super().drop_gradients()
+
+    def _end_backward(self) -> None:
+        """What the root does after a backward that has met its hooks: exchange its gradients, and shard its parameters again.
+
+        torch 2.13 has no public name for it; `tests/test_manual_optimization.py` fails without.
+        """
+        state = self.wrapped._get_fsdp_state()  # type: ignore[operator]
+        if state._is_root:  # it has run forward
+            state._root_post_backward_final_callback()
+
+    def manual_forward(self, *args: Any) -> Any:
+        outputs = self.wrapped(*args)
+        self.settle()
+        return outputs
+
+    def manual_backward(self, loss: Tensor, *, sync: bool, retain_graph: bool) -> None:
+        self.wrapped.set_requires_gradient_sync(sync)  # type: ignore[operator]
+        super().manual_backward(loss, sync=sync, retain_graph=retain_graph)
+        # The step runs within the root's forward, so that this backward has met no hook of the root.
+        self._end_backward()
+        self.wrapped.unshard()  # type: ignore[operator]
+
+    def after_manual_step(self) -> None:
+        # The root's whole parameters are those from before the step.
+        self.wrapped.reshard()  # type: ignore[operator]
+        self.wrapped.unshard()  # type: ignore[operator]
 
     def total_norm(self, gradients: Sequence[Tensor]) -> Tensor:
         norm = super().total_norm(gradients)
@@ -150,9 +226,23 @@ def _copy_from_first_rank(module: nn.Module) -> None:
             dist.broadcast(tensor.detach(), src=0)
 
 
-def _policy(precision: str) -> Any:
-    """FSDP2's own casting: parameters travel in the low precision, gradients are summed in float32, outputs stay as they are."""
-    from torch.distributed.fsdp import MixedPrecisionPolicy
+def _read_policy(given: MixedPrecisionPolicy | Mapping[str, Any] | str | None) -> MixedPrecisionPolicy | None:
+    if given is None or isinstance(given, MixedPrecisionPolicy):
+        return given
+    fields = {"param_dtype": given, "reduce_dtype": given} if isinstance(given, str) else dict(given)
+    known = ("param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs")
+    unknown = [key for key in fields if key not in known]
+    if unknown:
+        raise ValueError(f"mixed_precision_policy has no field {unknown[0]!r}; it takes {', '.join(known)}")
+    return MixedPrecisionPolicy(**{key: _dtype(key, value) for key, value in fields.items()})
 
-    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
-    return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32) if dtype else None
+
+def _dtype(field: str, value: Any) -> Any:
+    names = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+    if not isinstance(value, str):
+        return value
+    name = value.removeprefix("torch.")
+    dtype = names.get(name, getattr(torch, name, None))
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"mixed_precision_policy {field}={value!r} is no type; use {', '.join(names)}")
+    return dtype

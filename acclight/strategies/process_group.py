@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import atexit
+import itertools
 import os
 import sys
+import time
 import warnings
 from datetime import timedelta
 
@@ -13,6 +15,7 @@ import torch.distributed as dist
 
 _FAREWELL_SECONDS = 20.0
 _FAILURE_KEY = "acclight/failure"
+_notes = itertools.count()
 
 
 def launched() -> bool:
@@ -61,6 +64,45 @@ def _leave() -> None:
         except RuntimeError as error:
             warnings.warn(f"rank {dist.get_rank()} leaves without the other ranks: {error}", stacklevel=1)
     dist.destroy_process_group()
+
+
+class SharedNotes:
+    """Counters in the group's store: what one rank may have to tell the others, without a collective on the ranks that do not.
+
+    Every rank makes its notes at the same point of the program, so that the ranks' notes are the same.
+
+    Args:
+        world_size: How many ranks share them; 1 for none.
+    """
+
+    def __init__(self, world_size: int) -> None:
+        self._world_size = world_size
+        if world_size > 1:
+            self._prefix = f"acclight/notes/{next(_notes)}"
+
+    def add(self, name: str) -> int:
+        """Counts this rank; returns how many ranks have counted themselves."""
+        if self._world_size == 1:
+            return 1
+        store = dist.distributed_c10d._get_default_store()
+        return int(store.add(f"{self._prefix}/{name}", 1))
+
+    def count(self, name: str) -> int:
+        """How many ranks have counted themselves so far."""
+        if self._world_size == 1:
+            return 0
+        store = dist.distributed_c10d._get_default_store()
+        return int(store.add(f"{self._prefix}/{name}", 0))
+
+    def agree(self, name: str, seconds: float) -> bool:
+        """Counts this rank, and waits until all ranks have; False when that has not happened in time."""
+        there, deadline = self.add(name), time.monotonic() + seconds
+        while there < self._world_size:
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.005)
+            there = self.count(name)
+        return True
 
 
 def report_failure(error: BaseException) -> str | None:

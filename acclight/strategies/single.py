@@ -10,6 +10,7 @@ class SingleDeviceStrategy(Strategy):
     """Trains on one device in one process."""
 
     kind = "single"
+    accelerate_type = "NO"
     distributed = False
 
     def environment(self) -> dict[str, str | None]:

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from acclight.strategies.precision import Precision
+
 # What activation checkpointing and torch.compile put into parameter names.
 _WRAPPER_PARTS = ("_checkpoint_wrapped_module.", "_orig_mod.")
 
@@ -25,6 +27,29 @@ def canonical_name(name: str) -> str:
 class Strategy:
     """Base class of all strategies; its methods are right wherever parameters are whole, plain tensors.
 
+    What a precision means, under every strategy (T is the 16-bit type of its name):
+
+    ====================  =======  ==================  ==================  =======
+    .                     32-true  bf16/16-mixed       bf16/16-true        64-true
+    ====================  =======  ==================  ==================  =======
+    parameters            as made  float32 (trained)   T                   float64
+    gradients, hooks      as made  float32             T                   float64
+    optimizer state       as made  float32             T                   float64
+    batch in a step       as is    as is               floats become T     float64
+    matmul, `self(x)`     as made  T                   T                   float64
+    cross_entropy, loss   as made  float32             T                   float64
+    step's outputs        as made  as the step made    as the step made    float64
+    fp16 loss scaling     no       16-mixed            no                  no
+    ====================  =======  ==================  ==================  =======
+
+    Where strategies have to differ:
+
+    - FSDP2 on a GPU gathers float32 parameters as T under "-mixed", so that inside a step a weight is of type T (float32 where
+      the model has a BatchNorm, whose buffers refuse other types). Its sharded parameters, and all the rest, are as above.
+    - DeepSpeed under "-true": DeepSpeed's own 16-bit mode, which steps float32 master weights with float32 optimizer state, and
+      under fp16 scales the loss. A ds_config with a section "bf16" or "fp16" chooses this mode for "-mixed" too, for its memory.
+      Gradients are in the engine's hands when hooks look. "64-true" is refused.
+
     Args:
         timeout: Seconds that a collective may wait for the slowest process. Default 1800.
     """
@@ -35,15 +60,27 @@ class Strategy:
     #: Needs a process group, if only a group of one.
     distributed: ClassVar[bool] = True
 
+    #: A rank without a loss can join the others' exchange of gradients with zeros; else all ranks need a loss, or none.
+    joins_with_nothing: ClassVar[bool] = False
+
+    #: The module runs backward and steps its optimizers itself; the core sets it before `prepare`.
+    manual: bool = False
+    #: Accelerate's DistributedType under which this strategy runs; None for several.
+    accelerate_type: ClassVar[str | None] = None
+
     #: Gradient clipping that a launch file asks for; the Trainer's own argument wins.
     launched_clip: float | None = None
+    #: The precision in force; the core sets it.
+    precision: Precision
 
     def __init__(self, *, timeout: float = 1800.0) -> None:
         self.timeout = timedelta(seconds=timeout)
         self.step_module: nn.Module
         self.wrapped: nn.Module
         self._optimizers: list[Any] = []
-        self._scaler: Any = None
+        self._scaler: torch.amp.GradScaler | None = None
+        #: Optimizers whose gradients of this window are free of the fp16 loss scale.
+        self._unscaled: set[int] = set()
 
     @property
     def name(self) -> str:
@@ -59,9 +96,19 @@ class Strategy:
     def claim_process_state(self, device_type: str) -> None:
         """Creates Accelerate's PartialState where its own choice would be another than what was asked for."""
 
-    def accelerator_arguments(self, *, precision: str, clip: float, micro_batch_size: int) -> dict[str, Any]:
+    def configured_precision(self) -> str | None:
+        """The precision that the strategy's own configuration asks for, by the Trainer's name; None where it does not say."""
+        return None
+
+    def accelerator_arguments(self, *, clip: float, micro_batch_size: int) -> dict[str, Any]:
         """Keyword arguments for `accelerate.Accelerator`."""
         return {}
+
+    def check_accelerator(self, accelerator: Any) -> None:
+        """Raises RuntimeError when Accelerate has set up another kind of training than this strategy's."""
+        found = str(accelerator.distributed_type.value)
+        if self.accelerate_type not in (None, found):
+            raise RuntimeError(f"strategy {self.name!r} was asked for, but Accelerate set up {found!r}")
 
     def init_context(self) -> AbstractContextManager[Any]:
         """The context in which `configure_model` creates parameters."""
@@ -73,6 +120,9 @@ class Strategy:
         """Wraps the model and binds the optimizers to what it holds afterwards; returns what the loop calls."""
         self.step_module = step_module
         self._scaler = accelerator.scaler
+        if self.precision.name == "16-mixed" and self._scaler is None:
+            # Accelerate 1.15 has no loss scaling on the CPU.
+            self._scaler = torch.amp.GradScaler(accelerator.device.type)
         if optimizers:
             self.wrapped, *self._optimizers = accelerator.prepare(step_module, *optimizers)
         else:
@@ -89,17 +139,35 @@ class Strategy:
     def set_gradient_sync(self, sync: bool) -> None:
         """Whether the next forward and backward end a window, so that its gradients are averaged over the ranks."""
 
-    def backward(self, loss: Tensor) -> None:
+    def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
         """Adds the gradient of `loss` (a scalar; already weighted) to what the window holds."""
-        if self._scaler is None:
-            torch.autograd.backward(loss)
-        else:
-            torch.autograd.backward(self._scaler.scale(loss))
+        if self._scaler is not None:
+            self._update_scale()
+            loss = self._scaler.scale(loss)
+        torch.autograd.backward(loss, retain_graph=retain_graph)
+
+    def finish_window(self) -> None:
+        """Averages the window's gradients over the ranks when its last micro-batch had no backward, on any rank."""
+
+    def drop_gradients(self) -> None:
+        """Forgets the gradients that a window has gathered so far; on every rank."""
+        for index in range(len(self._optimizers)):
+            self.zero_grad(index)
+
+    def scale_gradients(self, parameters: Sequence[nn.Parameter], factor: Tensor) -> None:
+        """Multiplies the window's gradients by a factor that is the same on every rank."""
+        for parameter in parameters:
+            if parameter.grad is not None:
+                self.local(parameter.grad).mul_(factor)
 
     def unscale(self, optimizer_index: int) -> None:
-        """Takes the fp16 loss scale out of the gradients of one optimizer."""
-        if self._scaler is not None:
+        """Takes the fp16 loss scale out of the gradients of one optimizer; once per window, however often it is called."""
+        if self._scaler is not None and optimizer_index not in self._unscaled:
             self._scaler.unscale_(self._optimizers[optimizer_index].optimizer)
+            self._unscaled.add(optimizer_index)
+
+    def reset_clipping(self) -> None:
+        """The coming step clips only what is asked for from now on."""
 
     def clip_norm(self, parameters: Sequence[nn.Parameter], max_norm: float) -> Tensor | None:
         """Scales the gradients so that their global 2-norm is at most `max_norm`.
@@ -130,19 +198,57 @@ class Strategy:
 
     def optimizer_step(self, index: int) -> bool:
         """Applies one optimizer's step; returns False when fp16 loss scaling skipped it."""
-        optimizer = self._optimizers[index]
+        # AcceleratedOptimizer.step spends 45 us in package look-ups and would do just this.
+        optimizer = self._optimizers[index].optimizer
+        if self._scaler is not None:
+            self.unscale(index)
+            found = self._scaler._found_inf_per_device(optimizer)  # on every rank the same: gradients were averaged
+            if any(flag.item() for flag in found.values()):
+                return False
+        optimizer.step()
+        return True
+
+    def _update_scale(self) -> None:
+        # Before the next backward, not after a step: all optimizers of one window have gradients of one scale.
+        if self._scaler is not None and self._unscaled:
+            found = [self._scaler._found_inf_per_device(self._optimizers[i].optimizer) for i in self._unscaled]
+            if any(found):
+                self._scaler.update()
+            self._unscaled.clear()
+
+    def scaler_state(self) -> dict[str, Any]:
+        """The fp16 loss scale and how many steps it has been good for; empty where losses are not scaled."""
         if self._scaler is None:
-            # AcceleratedOptimizer.step spends 45 us in package look-ups and would do just this.
-            optimizer.optimizer.step()
-            return True
-        self._scaler.step(optimizer.optimizer)
-        scale = self._scaler.get_scale()
-        self._scaler.update()
-        return bool(self._scaler.get_scale() >= scale)
+            return {}
+        self._update_scale()
+        return {"scale": self._scaler.get_scale(), "good_steps": self._scaler._get_growth_tracker()}
+
+    def load_scaler_state(self, state: Mapping[str, Any]) -> None:
+        """Takes back what `scaler_state` gave, of any strategy; an empty one changes nothing."""
+        if self._scaler is not None and state:
+            own = self._scaler.state_dict()
+            self._scaler.load_state_dict(own | {"scale": state["scale"], "_growth_tracker": state["good_steps"]})
 
     def zero_grad(self, index: int) -> None:
         """Clears the gradients of one optimizer's parameters."""
         self._optimizers[index].optimizer.zero_grad(set_to_none=True)
+
+    # -- a training step that runs backward itself ----------------------------------------------------------------------
+
+    def manual_forward(self, *args: Any) -> Any:
+        """Runs a step that calls `manual_backward`, and steps optimizers, as often as it likes."""
+        return self.wrapped(*args)
+
+    def manual_backward(self, loss: Tensor, *, sync: bool, retain_graph: bool) -> None:
+        """Adds the gradient of `loss`; with `sync` what gradients hold is averaged over the ranks."""
+        self.backward(loss, retain_graph=retain_graph)
+
+    def after_manual_step(self) -> None:
+        """Lets the rest of the step see the parameters that an optimizer has changed."""
+
+    def manual_zero_grad(self, index: int) -> None:
+        """Clears the gradients of one optimizer's parameters, also those that the strategy has taken away already."""
+        self.zero_grad(index)
 
     # -- state, by the names that the user's module gives -----------------------------------------------------------------
 
@@ -192,6 +298,8 @@ class Strategy:
         for name, (shape, dtype) in saved.items():
             parameter = parameters[name.rpartition("/")[0]]
             if tuple(parameter.shape) == tuple(shape):
+                # As torch.optim's own loading does, so that a checkpoint of another precision fits.
+                dtype = parameter.dtype if dtype.is_floating_point else dtype
                 into[name] = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
             else:
                 # Adam's "step" stays on the CPU, where the unfused implementations of torch.optim keep it.

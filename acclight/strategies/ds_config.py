@@ -1,0 +1,103 @@
+"""The DeepSpeed configuration: the user's, completed by what the Trainer says; plain dictionaries, without DeepSpeed."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from acclight.strategies.precision import Precision
+
+#: Sections of DeepSpeed's own 16-bit modes, their type, and the Trainer's name for the precision.
+_MODES = {"bf16": (torch.bfloat16, "bf16-mixed"), "fp16": (torch.float16, "16-mixed")}
+
+
+def read(config: Mapping[str, Any] | str | Path | None) -> dict[str, Any]:
+    """A user's ds_config, from a dict or a JSON file.
+
+    Raises:
+        ValueError: When there is no such file, or it holds no JSON object.
+    """
+    if config is None:
+        return {}
+    if isinstance(config, Mapping):
+        return copy.deepcopy(dict(config))
+    path = Path(config)
+    if not path.is_file():
+        raise ValueError(f"ds_config={str(config)!r}: there is no such file; give a dict or the path of a JSON file")
+    try:
+        loaded = json.loads(path.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"ds_config={str(config)!r} is no JSON: {error}") from None
+    if not isinstance(loaded, dict):
+        raise ValueError(f"ds_config={str(config)!r}: the file holds a {type(loaded).__name__}, not a JSON object")
+    return loaded
+
+
+def precision_of(config: Mapping[str, Any]) -> str | None:
+    """The precision that a ds_config switches on, by the Trainer's name; None where it leaves that to the Trainer."""
+    for section, (_, name) in _MODES.items():
+        if config.get(section, {}).get("enabled") is True:
+            return name
+    return None
+
+
+def own_mode(config: Mapping[str, Any], precision: Precision) -> str | None:
+    """Which of DeepSpeed's own 16-bit modes runs: "bf16", "fp16", or None for float32 parameters (autocast is the core's).
+
+    Raises:
+        ValueError: When ds_config and the Trainer's precision contradict each other, or DeepSpeed has no such mode.
+    """
+    if precision.parameters is torch.float64:
+        raise ValueError("precision='64-true' cannot be used with DeepSpeed, whose master weights are float32")
+    chosen = None
+    for section, (dtype, _) in _MODES.items():
+        asked = dtype in (precision.parameters, precision.autocast)
+        enabled = config.get(section, {}).get("enabled", "auto")
+        if enabled != "auto" and enabled is not asked:
+            raise ValueError(
+                f"ds_config {section}.enabled={enabled} contradicts precision={precision.name!r}; "
+                "set one of them, or write 'auto' in ds_config"
+            )
+        if asked and (section in config or dtype is precision.parameters):
+            chosen = section
+    return chosen
+
+
+def complete(
+    config: Mapping[str, Any], zero: Mapping[str, Any], *, mode: str | None, clip: float, micro_batch_size: int
+) -> dict[str, Any]:
+    """The whole configuration, with nothing left for Accelerate to fill in.
+
+    Accelerate 1.15 turns a clipping of 0.0 into "auto", and that into 1.0, unless the configuration holds a number.
+
+    Args:
+        config: The user's.
+        zero: The section "zero_optimization" as the strategy's arguments say; the user's keys come on top.
+        mode: What `own_mode` gave.
+        clip: Largest gradient norm; 0 for none.
+        micro_batch_size: For the engine's throughput timer.
+
+    Raises:
+        ValueError: When the clipping contradicts the Trainer's.
+    """
+    whole = copy.deepcopy(dict(config))
+    for section in _MODES:
+        whole[section] = {**whole.get(section, {}), "enabled": section == mode}
+    given = whole.get("gradient_clipping", "auto")
+    if given == "auto":
+        whole["gradient_clipping"] = clip
+    elif clip not in (0.0, float(given)):
+        raise ValueError(f"ds_config gradient_clipping={given} contradicts gradient_clip_val={clip}; set one of them")
+    if whole.get("train_micro_batch_size_per_gpu", "auto") == "auto":
+        whole["train_micro_batch_size_per_gpu"] = micro_batch_size
+    whole.setdefault("zero_allow_untested_optimizer", True)
+    # The loop owns the window: it weights every loss itself and says where the window ends.
+    whole["gradient_accumulation_steps"] = 1
+    whole.pop("train_batch_size", None)
+    whole["zero_optimization"] = {**zero, **whole.get("zero_optimization", {})}
+    return whole

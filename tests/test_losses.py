@@ -1,0 +1,227 @@
+"""Losses that are missing, on all ranks or on some, and sums whose count is known only after the forward."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from acclight import LossSum, TrainModule
+from acclight.loops import losses
+from acclight.strategies import DDPStrategy
+from tests.distributed import RankChecks, RanksFailed, run_ranks
+from tests.scenarios import DISTRIBUTED, Recorder, Scalar, Tokens, quiet_trainer, ragged_tokens, repeated, whole
+
+on_two_ranks = RankChecks(world_size=2, timeout=60.0)
+ALL_OR_NONE = ["fsdp2", "deepspeed_stage_1", "deepspeed_stage_2", "deepspeed_stage_3"]
+
+
+# --- no loss ---------------------------------------------------------------------------------------------------------
+
+
+class Absent(Scalar):
+    """AdamW with a large weight decay and w = 1: a step without a gradient would be seen. Samples below zero have no loss."""
+
+    def __init__(self, early: bool = True) -> None:
+        super().__init__()
+        self.early = early
+        with torch.no_grad():
+            self.w.fill_(1.0)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        if self.early and batch.min() < 0:
+            return None
+        loss = self.loss(batch)
+        return None if batch.min() < 0 else loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.1, weight_decay=0.5)
+
+
+def check_absent(strategy: Any, world: int, early: bool, accumulate: int, batches: list[float], steps: int) -> float:
+    recorder = Recorder()
+    trainer = quiet_trainer(strategy=strategy, max_epochs=1, accumulate_grad_batches=accumulate, callbacks=recorder)
+    trainer.fit(Absent(early), repeated(batches, world))
+    assert trainer.global_step == steps
+    assert recorder.steps == list(range(1, steps + 1))
+    return float(whole(trainer, "w"))
+
+
+EVERY_RANK = [
+    # Micro-batches of every rank (below 0: None), the accumulation, and the gradients at w of the steps that are taken.
+    pytest.param([-1.0, 3.0, -1.0], 1, id="whole windows"),
+    pytest.param([3.0, -1.0], 2, id="the last micro-batch"),
+    pytest.param([-1.0, 3.0], 2, id="the first micro-batch"),
+    pytest.param([-1.0, -1.0, 3.0, -1.0, 3.0, 3.0], 2, id="windows of two"),
+]
+
+
+def expected_weight(batches: list[float], accumulate: int) -> float:
+    """A missing loss adds nothing to its window's mean; a window without any takes no step."""
+    w = nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.AdamW([w], lr=0.1, weight_decay=0.5)
+    for start in range(0, len(batches), accumulate):
+        window = batches[start : start + accumulate]
+        optimizer.zero_grad()
+        for x in window:
+            if x >= 0:
+                ((w - x) ** 2 / 2 / len(window)).sum().backward()
+        if w.grad is not None:
+            optimizer.step()
+    return float(w.detach())
+
+
+@pytest.mark.parametrize("early", [True, False])
+@pytest.mark.parametrize(("batches", "accumulate"), EVERY_RANK)
+def test_no_loss_in_one_process(batches: list[float], accumulate: int, early: bool) -> None:
+    steps = -(-len(batches) // accumulate)
+    w = check_absent("single", 1, early, accumulate, batches, steps)
+    assert w == pytest.approx(expected_weight(batches, accumulate), abs=1e-6)
+
+
+@on_two_ranks
+@pytest.mark.parametrize("early", [True, False])
+@pytest.mark.parametrize(("batches", "accumulate"), EVERY_RANK)
+@pytest.mark.parametrize("strategy", DISTRIBUTED)
+def test_no_loss_on_every_rank(strategy: str, batches: list[float], accumulate: int, early: bool) -> None:
+    steps = -(-len(batches) // accumulate)
+    w = check_absent(strategy, 2, early, accumulate, batches, steps)
+    assert w == pytest.approx(expected_weight(batches, accumulate), abs=1e-6)
+
+
+def one_sample_each(pairs: list[tuple[float, float]]) -> DataLoader[Any]:
+    """Batches of one sample: of each pair the first goes to rank 0, the second to rank 1."""
+    return DataLoader(torch.tensor([x for pair in pairs for x in pair]), batch_size=1)
+
+
+SOME_RANKS = [
+    pytest.param([(3.0, -1.0)], 1, id="one rank"),
+    pytest.param([(3.0, -1.0), (-1.0, 5.0), (-1.0, -1.0), (2.0, 4.0)], 1, id="in turn, and nobody in between"),
+    pytest.param([(3.0, -1.0), (-1.0, -1.0), (-1.0, -1.0), (-1.0, 7.0)], 2, id="windows"),
+    pytest.param([(-1.0, -1.0), (-1.0, -1.0), (-1.0, 3.0)], 2, id="a cut window"),
+]
+
+
+@on_two_ranks
+@pytest.mark.parametrize("unused", [False, True])
+@pytest.mark.parametrize(("pairs", "accumulate"), SOME_RANKS)
+def test_no_loss_on_some_ranks_under_ddp(pairs: list[list[float]], accumulate: int, unused: bool) -> None:
+    trainer = quiet_trainer(
+        strategy=DDPStrategy(find_unused_parameters=unused), max_epochs=1, accumulate_grad_batches=accumulate
+    )
+    trainer.fit(Absent(), one_sample_each([(a, b) for a, b in pairs]))
+    # The mean over a window of both ranks is that over twice as many micro-batches in one process.
+    flat = [x for pair in pairs for x in pair]
+    assert float(whole(trainer, "w")) == pytest.approx(expected_weight(flat, 2 * accumulate), abs=1e-6)
+    assert trainer.global_step == -(-len(pairs) // accumulate)
+
+
+class AbsentSum(Absent):
+    """A sample counts as much as its value; values below zero have no loss."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        if batch.min() < 0:
+            return None
+        return LossSum(self.loss(batch) * batch.sum(), batch.sum())
+
+
+@on_two_ranks
+def test_a_sum_on_one_rank_and_no_loss_on_the_other() -> None:
+    trainer = quiet_trainer(strategy="ddp", max_epochs=1)
+    trainer.fit(AbsentSum(), one_sample_each([(-1.0, 3.0), (4.0, -1.0), (-1.0, -1.0), (2.0, 6.0)]))
+    w = nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.AdamW([w], lr=0.1, weight_decay=0.5)
+    for window in ([3.0], [4.0], [2.0, 6.0]):
+        optimizer.zero_grad()
+        sum((w - x) ** 2 / 2 * x for x in window).div(sum(window)).sum().backward()
+        optimizer.step()
+    assert float(whole(trainer, "w")) == pytest.approx(float(w.detach()), abs=1e-6)
+
+
+def fit_with_a_hole(strategy: str, early: bool) -> None:
+    losses._SECONDS_FOR_AGREEMENT = 2.0
+    trainer = quiet_trainer(strategy=strategy, max_epochs=1)
+    trainer.fit(Absent(early), one_sample_each([(3.0, 3.0), (3.0, -1.0), (3.0, 3.0)]))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "early"),
+    [*((strategy, True) for strategy in ALL_OR_NONE), ("fsdp2", False), ("deepspeed_stage_3", False)],
+)
+def test_no_loss_on_one_rank_ends_all_where_all_must_run_backward(strategy: str, early: bool) -> None:
+    started = time.monotonic()
+    with pytest.raises(RanksFailed) as failure:
+        run_ranks(fit_with_a_hole, [strategy, early], timeout=90.0)
+    assert time.monotonic() - started < 45.0
+    first, second = (report.error or "" for report in failure.value.reports)
+    assert f"Absent.training_step returned None on rank 1, but not on every rank: under '{strategy}'" in second
+    assert "rank 1 failed first with RuntimeError" in first
+
+
+# --- sums ------------------------------------------------------------------------------------------------------------
+
+
+class SummedTokens(Tokens):
+    """The loss of Tokens as a sum and its count."""
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> LossSum:
+        logits = self(batch["tokens"]).flatten(0, 1)
+        labels = batch["labels"].flatten()
+        total = nn.functional.cross_entropy(logits, labels, ignore_index=self.ignored, reduction="sum")
+        return LossSum(total, (labels != self.ignored).sum())
+
+    def count_items(self, batch: Any) -> Tensor:
+        raise AssertionError("a sum brings its own count")
+
+
+SummedTokens.count_items = TrainModule.count_items  # type: ignore[method-assign]
+
+
+def train_tokens(module: TrainModule, strategy: Any, clip: float | None) -> tuple[dict[str, Tensor], list[float]]:
+    recorder = Recorder(norms=True)
+    trainer = quiet_trainer(
+        strategy=strategy, max_epochs=1, accumulate_grad_batches=2, gradient_clip_val=clip, callbacks=recorder
+    )
+    trainer.fit(module, DataLoader(ragged_tokens(20), batch_size=2))
+    return {name: whole(trainer, name) for name, _ in module.named_parameters()}, recorder.norms
+
+
+def check_sums(strategy: str, clip: float | None) -> None:
+    """A sum with its count must give what count_items gives, whose count is known beforehand; that is tested elsewhere."""
+    torch.manual_seed(4)
+    by_count, norms = train_tokens(Tokens(), strategy, clip)
+    torch.manual_seed(4)
+    by_sum, sum_norms = train_tokens(SummedTokens(), strategy, clip)
+    assert sum_norms == pytest.approx(norms, abs=2e-6)
+    for name, value in by_count.items():
+        torch.testing.assert_close(by_sum[name], value, atol=2e-6, rtol=0.0, msg=lambda text, n=name: f"{n}: {text}")
+
+
+@pytest.mark.parametrize("clip", [None, 0.3])
+def test_sums_in_one_process(clip: float | None) -> None:
+    check_sums("single", clip)
+
+
+@on_two_ranks
+@pytest.mark.parametrize("clip", [None, 0.3])
+@pytest.mark.parametrize("strategy", DISTRIBUTED)
+def test_sums_on_two_ranks(strategy: str, clip: float | None) -> None:
+    check_sums(strategy, clip)
+
+
+@on_two_ranks
+@pytest.mark.parametrize("strategy", DISTRIBUTED)
+def test_a_sum_without_items_adds_nothing(strategy: str) -> None:
+    class Sums(Scalar):
+        def training_step(self, batch: Tensor, batch_idx: int) -> LossSum:
+            own = batch[batch > 0]
+            return LossSum(((self.w - own) ** 2 / 2).sum(), len(own))
+
+    trainer = quiet_trainer(strategy=strategy, max_epochs=1)
+    trainer.fit(Sums(lr=0.5), one_sample_each([(4.0, -1.0), (-1.0, -1.0)]))
+    # w = 0.5 * 4, then a gradient of zero.
+    assert float(whole(trainer, "w")) == pytest.approx(2.0)

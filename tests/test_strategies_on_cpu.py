@@ -1,0 +1,144 @@
+"""Training on machines without an accelerator device: what is asked for really runs, and each workaround is still needed.
+
+A test whose name ends in "still" fails when its dependency has changed: then the workaround that it names can go.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from acclight import TrainModule
+from acclight.strategies import DeepSpeedStrategy, FSDP2Strategy
+from acclight.strategies.strategy import canonical_name
+from tests.distributed import RankChecks, run_ranks
+from tests.scenarios import DISTRIBUTED, quiet_trainer
+
+on_two_ranks = RankChecks(world_size=2, timeout=120.0)
+
+
+class Even(TrainModule):
+    """Sizes that two ranks can share evenly."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 2))
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> Any:
+        return self.net(batch).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.1)
+
+
+@on_two_ranks
+@pytest.mark.parametrize("strategy", DISTRIBUTED)
+def test_what_is_asked_for_really_wraps_the_model(strategy: str) -> None:
+    from torch.distributed.fsdp import FSDPModule
+    from torch.nn.parallel import DistributedDataParallel
+
+    module = Even()
+    sizes = {name: p.numel() for name, p in module.named_parameters()}
+    trainer = quiet_trainer(strategy=strategy, max_steps=1)
+    trainer.fit(module, DataLoader(torch.ones(4, 6), batch_size=2))
+    assert trainer.strategy.name == strategy
+    assert trainer.world_size == 2
+    assert trainer.device == torch.device("cpu")
+    wrapped: Any = trainer.strategy.wrapped
+    local = {canonical_name(n): trainer.strategy.local(p).numel() for n, p in module.named_parameters()}
+    states = [s["exp_avg"] for s in trainer.optimizers[0].state.values()]
+    held = sum(trainer.strategy.local(state).numel() for state in states)
+    whole = sum(sizes.values())
+    if strategy == "ddp":
+        assert isinstance(wrapped, DistributedDataParallel)
+        assert local == sizes
+        assert held == whole
+    elif strategy == "fsdp2":
+        assert isinstance(wrapped, FSDPModule)
+        assert local == {name: size // 2 for name, size in sizes.items()}
+        assert held == whole // 2
+    else:
+        assert wrapped.zero_optimization_stage() == int(strategy[-1])
+        # The flat partitions are padded to an even size.
+        assert whole // 2 <= held <= whole // 2 + 4
+        if strategy == "deepspeed_stage_3":
+            shards = {canonical_name(n): p.ds_tensor.numel() for n, p in module.named_parameters()}
+            assert shards == {name: size // 2 for name, size in sizes.items()}
+
+
+@pytest.mark.parametrize("strategy", DISTRIBUTED)
+def test_a_group_of_one(strategy: str) -> None:
+    run_ranks(fit_alone, [strategy], world_size=1)
+
+
+def fit_alone(strategy: str) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        del os.environ[name]
+    trainer = quiet_trainer(strategy=strategy, max_steps=2)
+    trainer.fit(Even(), DataLoader(torch.ones(4, 6), batch_size=2))
+    assert (trainer.strategy.name, trainer.world_size, trainer.global_step) == (strategy, 1, 2)
+
+
+# --- on_cpu.claim_fsdp -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cpu", [True, False])
+def test_accelerate_chooses_another_kind_for_fsdp_on_a_cpu_still(cpu: bool) -> None:
+    """When this fails, acclight/strategies/on_cpu.py can go."""
+    kinds = run_ranks(kind_of_a_plain_accelerator, [cpu], world_size=2)
+    assert "FSDP" not in kinds, "Accelerate runs FSDP2 on a CPU by itself now"
+
+
+def kind_of_a_plain_accelerator(cpu: bool) -> str:
+    from accelerate import Accelerator
+    from accelerate.utils import FullyShardedDataParallelPlugin
+
+    if not torch.distributed.is_initialized():
+        torch.distributed.init_process_group("gloo")
+    accelerator = Accelerator(cpu=cpu, fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2))
+    return str(accelerator.distributed_type.value)
+
+
+def test_without_the_claim_the_strategy_refuses_to_run() -> None:
+    messages = run_ranks(fit_unclaimed, world_size=2)
+    assert all(m.startswith("strategy 'fsdp2' was asked for, but Accelerate set up") for m in messages)
+
+
+def fit_unclaimed() -> str:
+    strategy = FSDP2Strategy()
+    strategy.claim_process_state = lambda device_type: None  # type: ignore[method-assign]
+    with pytest.raises(RuntimeError) as error:
+        quiet_trainer(strategy=strategy)
+    return str(error.value)
+
+
+# --- DeepSpeed's operator ------------------------------------------------------------------------------------------------
+
+
+def test_deepspeed_builds_its_shared_memory_operator_still() -> None:
+    """When this fails, `_skip_shared_memory_operator` in acclight/strategies/deepspeed.py can go."""
+    assert run_ranks(start_deepspeed, [False], world_size=1) == [1]
+
+
+def test_the_strategy_keeps_deepspeed_from_building_it() -> None:
+    assert run_ranks(start_deepspeed, [True], world_size=1) == [0]
+
+
+def start_deepspeed(through_the_strategy: bool) -> int:
+    """How often DeepSpeed would have compiled the operator."""
+    import deepspeed
+    from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder
+
+    builds: list[str] = []
+    ShareMemCommBuilder.load = lambda builder: builds.append(builder.NAME)
+    if through_the_strategy:
+        trainer = quiet_trainer(strategy=DeepSpeedStrategy(stage=1), max_steps=1)
+        trainer.fit(Even(), DataLoader(torch.ones(4, 6), batch_size=2))
+    else:
+        deepspeed.init_distributed(dist_backend="gloo")
+    return len(builds)
