@@ -299,12 +299,26 @@ REFUSED: dict[str, str] = {
 }
 
 
+#: Arguments that Lightning's training_step has, or had.
+_REFUSED_ARGUMENTS = {
+    "optimizer_idx": "set automatic_optimization = False and step each of self.optimizers() in training_step",
+    "dataloader_iter": "take (batch, batch_idx): the loop reads the loader, so that a resume knows its place",
+    "hiddens": "keep them on the module, with automatic_optimization = False",
+}
+
+
 def refuse_uncalled(owner: TrainModule | Callback) -> None:
-    """Raises for a method of Lightning's that acclight would never call.
+    """Raises for a method of Lightning's that acclight would never call, or an argument that it would never give.
 
     Raises:
-        TypeError: Naming the method and the way to go.
+        TypeError: Naming the method, or the argument, and the way to go.
     """
+    if not isinstance(owner, Callback):
+        for argument in inspect.signature(owner.training_step).parameters.keys() & _REFUSED_ARGUMENTS.keys():
+            instead = _REFUSED_ARGUMENTS[argument]
+            raise TypeError(
+                f"{type(owner).__name__}.training_step takes {argument!r}, which acclight does not give: {instead}"
+            )
     for name, instead in REFUSED.items():
         # A callback may well have a method "backward" of its own.
         looks_called = name.startswith("on_") or not isinstance(owner, Callback)

@@ -123,9 +123,9 @@ class AcceleratorCore:
         self.isolation = Isolation(self._environment(strategy))
         use_cpu = os.environ.get("ACCELERATE_USE_CPU", "false").lower() in ("1", "true", "yes", "on")
         device_type = "cuda" if torch.cuda.is_available() and not use_cpu else "cpu"
+        if strategy.distributed:
+            process_group.join(process_group.default_backend(device_type), strategy.timeout)
         with self.isolation.active():
-            if strategy.distributed:
-                process_group.join(process_group.default_backend(device_type), strategy.timeout)
             strategy.claim_process_state(device_type)
             arguments = strategy.accelerator_arguments(
                 # Batches are the loop's own affair; the engine uses the number for its throughput timer only.
@@ -146,7 +146,8 @@ class AcceleratorCore:
         vars(rank_zero_only)["rank"] = self.global_rank
         self._trainable: list[nn.Parameter] = []
         self._norm: Tensor | None = None
-        self._synced = True
+        #: What the strategy was told last; None when that is no longer sure.
+        self._synced: bool | None = True
         self.step_module: StepModule
         self.forward: Callable[..., Any]
         self.prepared = False
@@ -262,6 +263,7 @@ class AcceleratorCore:
     def drop_gradients(self) -> None:
         """Forgets what the window has gathered so far; every rank does."""
         self.strategy.drop_gradients()
+        self._synced = None
 
     @property
     def joins_with_nothing(self) -> bool:

@@ -68,7 +68,9 @@ class TrainModule(ModuleHooks):
         """One micro-batch of training.
 
         Returns:
-            The mean loss (a scalar tensor, or a dict with "loss"), a `LossSum`, or None to contribute nothing.
+            The mean loss (a scalar tensor, or a dict with "loss"), a `LossSum`, or None to contribute nothing: like a loss of
+            zero in a plain mean. Under FSDP2 and DeepSpeed, whose ranks must all run the same backward, every rank returns None
+            for a micro-batch, or none does.
         """
         raise NotImplementedError(
             f"{type(self).__name__} needs a training_step(batch, batch_idx) that returns the loss"

@@ -195,6 +195,7 @@ class Trainer:
         self.datamodule: DataModule | None = None
         self.hooks: Hooks
         self.manual: ManualOptimization
+        self._transfers: list[Callable[..., Any]]
         #: Dataset indices of the evaluation or prediction batch that runs, in its order; None where the data has none.
         self.batch_indices: list[Any] | None = None
         #: While an evaluation runs, the random state that training goes on with.
@@ -445,7 +446,7 @@ class Trainer:
 
     @property
     def gradient_clip_algorithm(self) -> str:
-        """ "norm" or "value"."""
+        """How it is clipped: "norm" or "value"."""
         return self.core.clip_algorithm
 
     @property
@@ -520,11 +521,9 @@ class Trainer:
     # -- what the loops call ----------------------------------------------------------------------------------------------
 
     def to_device(self, batch: Any, dataloader_idx: int = 0) -> Any:
-        """A batch after the module's three transfer hooks."""
-        module = self.module
-        batch = module.on_before_batch_transfer(batch, dataloader_idx)
-        batch = module.transfer_batch_to_device(batch, self.core.device, dataloader_idx)
-        return module.on_after_batch_transfer(batch, dataloader_idx)
+        """A batch after the three transfer hooks: the module's, but for those that the datamodule has."""
+        before, move, after = self._transfers
+        return after(move(before(batch, dataloader_idx), self.core.device, dataloader_idx), dataloader_idx)
 
     def show(self, shown: Shown) -> None:
         """Hands reduced values to callbacks, progress display and loggers."""
@@ -603,6 +602,8 @@ class Trainer:
                 self.callbacks = with_module_callbacks(self._own_callbacks, module)
                 self._callbacks_of = module
             self.hooks = Hooks(self, module, self.callbacks)
+            names = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+            self._transfers = [getattr(self.datamodule, name, None) or getattr(module, name) for name in names]
         except BaseException:
             module._trainer = None
             raise
@@ -674,7 +675,9 @@ class Trainer:
         if training:
             self.optimizers, self.lr_scheduler_configs = read_optimizers(module)
             if not self.optimizers and self.core.strategy.kind == "deepspeed":
-                raise ValueError("configure_optimizers returned None: a DeepSpeed engine trains with exactly one optimizer")
+                raise ValueError(
+                    "configure_optimizers returned None: a DeepSpeed engine trains with exactly one optimizer"
+                )
         self.core.prepare(module, self.optimizers)
         self.manual = ManualOptimization(self)
         self._prepared = module, training

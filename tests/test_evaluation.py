@@ -431,7 +431,7 @@ def test_a_writer_gets_each_sample_once_with_its_index() -> None:
 
 
 def test_a_writer_has_an_interval() -> None:
-    with pytest.raises(ValueError, match="write_interval='step'.*'batch', 'epoch', 'batch_and_epoch'"):
+    with pytest.raises(ValueError, match=r"write_interval='step'.*'batch', 'epoch', 'batch_and_epoch'"):
         Writer("step")
 
 

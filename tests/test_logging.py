@@ -439,7 +439,7 @@ def test_arguments_by_position_have_lightnings_order() -> None:
     module = Logs(training_step=lambda m, batch, i: m.log("x", batch.sum(), True, False, True, True, "sum"))
     trainer, rows = fit(module, ids(2, 1))
     assert rows.rows == []
-    assert trainer.progress_bar_metrics == {"x": 1.0, "x_step": 1.0, "x_epoch": 1.0}
+    assert trainer.progress_bar_metrics == {"x_step": 1.0, "x_epoch": 1.0}
 
 
 def test_log_dict_logs_every_entry() -> None:

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 from acclight import Callback, Trainer, TrainModule
 from acclight.loops.manual import ModuleOptimizer
-from acclight.strategies import DDPStrategy, FSDP2Strategy
+from acclight.strategies import DDPStrategy, DeepSpeedStrategy, FSDP2Strategy
 from tests.distributed import RankChecks
 from tests.scenarios import DISTRIBUTED, quiet_trainer, repeated, whole
 
@@ -174,6 +174,10 @@ def plain(module: Gan, world: int) -> dict[str, Tensor]:
 def strategies(name: str) -> Any:
     if name == "fsdp2 in units":
         return FSDP2Strategy(auto_wrap_policy="SIZE_BASED_WRAP", min_num_params=1)
+    if name == "deepspeed_stage_3 in parts":
+        # Else DeepSpeed keeps parameters as small as these whole on every rank.
+        whole_below = {"stage": 3, "stage3_param_persistence_threshold": 0}
+        return DeepSpeedStrategy(ds_config={"zero_optimization": whole_below})
     if name == "ddp, unused parameters":
         return DDPStrategy(find_unused_parameters=True)
     return name
@@ -306,7 +310,7 @@ def check_one(strategy: str, how: str, world: int) -> None:
     torch.manual_seed(8)
     module = OneOptimizer(how)
     expected = plain_one(module, world)
-    trainer = quiet_trainer(strategy=strategy, max_epochs=1)
+    trainer = quiet_trainer(strategy=strategies(strategy), max_epochs=1)
     trainer.fit(module, DataLoader(data(world), batch_size=ROWS))
     for name, value in expected.items():
         torch.testing.assert_close(
@@ -321,7 +325,7 @@ def test_one_optimizer_in_one_process(how: str) -> None:
 
 @on_two_ranks
 @pytest.mark.parametrize("how", list(HOW))
-@pytest.mark.parametrize("strategy", DISTRIBUTED)
+@pytest.mark.parametrize("strategy", [*DISTRIBUTED, "fsdp2 in units", "deepspeed_stage_3 in parts"])
 def test_one_optimizer_on_two_ranks(strategy: str, how: str) -> None:
     check_one(strategy, how, 2)
 

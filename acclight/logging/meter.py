@@ -182,8 +182,7 @@ class Meter:
         self.step.add(value, weight)
 
     def begin_epoch(self) -> None:
-        """Forgets the values of the epoch."""
+        """Forgets the values of the epoch; the progress display keeps the newest one."""
         self.epoch.clear()
-        self.step.clear()
         self.series = []
         self.used = False

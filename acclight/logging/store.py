@@ -385,8 +385,8 @@ class MetricStore:
 
     def live(self) -> dict[str, float]:
         """This process's newest values of the keys in the progress display. Reading them waits for the device."""
-        shown = [meter for meter in self._meters("train") if meter.prog_bar and meter.on_step]
-        return {meter.name: float(meter.step.newest) for meter in shown if meter.step.newest is not None}
+        shown = [(key, meter) for key, _, meter in self._entries("train") if meter.prog_bar and meter.on_step]
+        return {key.shown_as("step"): float(m.step.newest) for key, m in shown if m.step.newest is not None}
 
     def pending_names(self) -> list[str]:
         """The names of what training has logged for the epoch that runs."""

@@ -236,12 +236,8 @@ class DeepSpeedStrategy(Strategy):
         self.backward(loss, retain_graph=retain_graph)
 
     def after_manual_step(self) -> None:
+        # Stage 3 has partitioned all parameters, and gathers each one again when it is used.
         self.reset_clipping()
-        if self.stage == 3:
-            # What the step itself holds is gathered for as long as it runs, with the values from before.
-            for parameter in self.step_module.get_submodule("module").parameters(recurse=False):
-                parameter.partition()  # type: ignore[attr-defined]
-                parameter.all_gather()  # type: ignore[attr-defined]
 
     def manual_zero_grad(self, index: int) -> None:
         self.drop_gradients()

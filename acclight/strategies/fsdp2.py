@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -79,7 +80,8 @@ class FSDP2Strategy(Strategy):
         return super().environment() | {"ACCELERATE_USE_FSDP": "true", "ACCELERATE_USE_CPU": None, "FSDP_VERSION": "2"}
 
     def claim_process_state(self, device_type: str) -> None:
-        if device_type == "cpu":
+        self._on_cpu = device_type == "cpu"
+        if self._on_cpu:
             on_cpu.claim_fsdp()
 
     def accelerator_arguments(self, *, clip: float, micro_batch_size: int) -> dict[str, Any]:
@@ -87,7 +89,8 @@ class FSDP2Strategy(Strategy):
             "fsdp_plugin": FullyShardedDataParallelPlugin(
                 fsdp_version=2,
                 reshard_after_forward=self.reshard_after_forward,
-                cpu_offload=self.cpu_offload,
+                # Without a GPU the shards are on the CPU already, and torch's policy wants a device to move them to.
+                cpu_offload=self.cpu_offload and not self._on_cpu,
                 auto_wrap_policy=self.auto_wrap_policy.lower(),
                 transformer_cls_names_to_wrap=self.transformer_cls_names_to_wrap,
                 min_num_params=self.min_num_params,
@@ -106,13 +109,16 @@ class FSDP2Strategy(Strategy):
             # An evaluation has sharded it, so that the optimizers were made from the shards already.
             self._optimizers = [accelerator.prepare_optimizer(optimizer) for optimizer in optimizers]
             return self.wrapped
-        self._refuse_what_cannot_work(module)
+        self._refuse_scalars(module)
+        ignored = self._ignored(module)
         units = choose_units(
             module, self.auto_wrap_policy, self.transformer_cls_names_to_wrap, self.min_num_params or 0
         )
         # Accelerate looks for a last norm to wrap among the children, and would take a user's module named so for one.
         step_module.base_model_prefix = "none"  # type: ignore[assignment]
-        accelerator.state.fsdp_plugin.mixed_precision_policy = self._policy(module, accelerator.device)
+        plugin = accelerator.state.fsdp_plugin
+        plugin.mixed_precision_policy = self._policy(module)
+        plugin.ignored_modules = ignored or None
         if not self.cpu_ram_efficient_loading:
             _copy_from_first_rank(step_module)
         # Evaluation has no optimizer, and Accelerate shards only a pair: one that never steps makes the pair.
@@ -123,7 +129,7 @@ class FSDP2Strategy(Strategy):
             self._optimizers = []
         return self.wrapped
 
-    def _refuse_what_cannot_work(self, module: nn.Module) -> None:
+    def _refuse_scalars(self, module: nn.Module) -> None:
         for name, parameter in module.named_parameters():
             if parameter.dim() == 0:
                 raise ValueError(
@@ -131,7 +137,27 @@ class FSDP2Strategy(Strategy):
                     "of shape (1,), or use the strategy 'ddp'"
                 )
 
-    def _policy(self, module: nn.Module, device: torch.device) -> MixedPrecisionPolicy:
+    def _ignored(self, module: nn.Module) -> list[nn.Module]:
+        """The modules that stay whole; their parameters must be frozen, because nobody averages their gradients."""
+        if self.ignored_modules is None:
+            return []
+        if isinstance(self.ignored_modules, str):
+            pattern = re.compile(self.ignored_modules)
+            ignored = [part for name, part in module.named_modules() if pattern.fullmatch(canonical_name(name))]
+        else:
+            ignored = list(self.ignored_modules)
+        if not ignored:
+            raise ValueError(f"ignored_modules={self.ignored_modules!r} matches no module of the model")
+        inside = {id(p) for part in ignored for p in part.parameters()}
+        for name, parameter in module.named_parameters():
+            if id(parameter) in inside and parameter.requires_grad:
+                raise ValueError(
+                    f"ignored_modules: {canonical_name(name)!r} is trained, but FSDP2 does not average the gradients of ignored "
+                    "modules, so that the ranks would drift apart: freeze it, or do not ignore it"
+                )
+        return ignored
+
+    def _policy(self, module: nn.Module) -> MixedPrecisionPolicy:
         """What FSDP2 casts by itself: under "-mixed" the parameters that it gathers, on a GPU.
 
         Not on a CPU, whose normalization layers refuse weights of another type than their input's, nor around a BatchNorm,
@@ -141,7 +167,7 @@ class FSDP2Strategy(Strategy):
             return self.mixed_precision_policy
         if self.precision.autocast is None:
             return MixedPrecisionPolicy()
-        in_float32 = device.type == "cpu" or any(isinstance(part, _BatchNorm) for part in module.modules())
+        in_float32 = self._on_cpu or any(isinstance(part, _BatchNorm) for part in module.modules())
         return MixedPrecisionPolicy(
             param_dtype=None if in_float32 else self.precision.autocast,
             reduce_dtype=torch.float32,
