@@ -58,8 +58,7 @@ $(VENV)/.stamp-venv:
 	$(PYTHON) -m venv $(VENV)
 	@touch $@
 
-$(VENV)/.stamp-# Threads that wait without spinning: where other programs use the cores too, spinning ones slow the demo down tenfold.
-demo: $(VENV)/.stamp-venv pyproject.toml constraints.txt
+$(VENV)/.stamp-demo: $(VENV)/.stamp-venv pyproject.toml constraints.txt
 	@echo "Installing acclight and what it needs into $(VENV); the first time takes minutes."
 	$(INSTALL) setuptools wheel
 	$(INSTALL) -e .

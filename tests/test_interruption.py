@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.distributed import ROOT, run_command
 
@@ -110,14 +111,15 @@ def test_an_error_on_one_rank_ends_all_with_one_traceback(script: Path, tmp_path
     assert notes(tmp_path, 1).count("teardown") == 1
 
 
-def uninterrupted(world: int) -> float:
-    """SGD with lr 0.1 on (w - x)^2 / 2: w <- w - 0.1 (w - x), for x = 0, 1, ..., 6, 0, ... in float32."""
-    import torch
-
-    w = torch.zeros(1)
+def uninterrupted() -> float:
+    """Plain SGD with lr 0.1 on (w - x)^2 / 2 for x = 0, 1, ..., 6, 0, ..., twenty steps."""
+    w = torch.zeros(1, requires_grad=True)
+    optimizer = torch.optim.SGD([w], lr=0.1)
     for i in range(20):
-        w = w - 0.1 * (w - float(i % 7))
-    return float(w)
+        optimizer.zero_grad()
+        ((w - float(i % 7)) ** 2 / 2).mean().backward()
+        optimizer.step()
+    return float(w.detach())
 
 
 def test_sigterm_to_one_rank_stops_all_at_one_step_and_the_run_goes_on(script: Path, tmp_path: Path) -> None:
@@ -152,7 +154,7 @@ def test_sigterm_to_one_rank_stops_all_at_one_step_and_the_run_goes_on(script: P
     done = run_command(torchrun(script, "slow", str(tmp_path)), cwd=ROOT, timeout=90.0, env={"PYTHONPATH": str(ROOT)})
     assert done.returncode == 0, done.stdout
     for rank in (0, 1):
-        assert notes(tmp_path, rank)[-1] == f"done 20 {uninterrupted(2)!r}"
+        assert notes(tmp_path, rank)[-1] == f"done 20 {uninterrupted()!r}"
 
 
 @pytest.mark.parametrize(("signum", "status"), [(signal.SIGTERM, -signal.SIGTERM), (signal.SIGINT, -signal.SIGINT)])

@@ -29,7 +29,8 @@ class DeepSpeedStrategy(Strategy):
         offload_param_device: "none" (default), "cpu" or "nvme"; stage 3.
         offload_optimizer_nvme_path: Folder for "nvme".
         offload_param_nvme_path: Folder for "nvme".
-        zero3_init_flag: Create the parameters sharded in `configure_model`. Default: True for stage 3.
+        zero3_init_flag: Create the parameters sharded in `configure_model` (stage 3). Default False;
+            transformers' own initialization of new weights finds sharded ones empty and leaves them as they are.
         zero3_save_16bit_model: Let DeepSpeed gather 16-bit weights when it saves a model itself. Default False.
         ds_config: A DeepSpeed configuration (dict or path of a JSON file); its keys come on top of the arguments.
         timeout: Seconds that a collective may wait. Default 1800.
@@ -60,7 +61,7 @@ class DeepSpeedStrategy(Strategy):
         self.offload_param_device = offload_param_device
         self.offload_optimizer_nvme_path = offload_optimizer_nvme_path
         self.offload_param_nvme_path = offload_param_nvme_path
-        self.zero3_init_flag = self.stage == 3 and zero3_init_flag is not False
+        self.zero3_init_flag = self.stage == 3 and bool(zero3_init_flag)
         self.zero3_save_16bit_model = zero3_save_16bit_model
         self.config: dict[str, Any] = {}
         self._divisor = 1.0
