@@ -253,7 +253,7 @@ def test_zero_init_leaves_nothing_behind() -> None:
     before = traces()
     for _ in range(2):
         module = Born()
-        trainer = quiet_trainer(strategy="deepspeed_stage_3", max_steps=1)
+        trainer = quiet_trainer(strategy=DeepSpeedStrategy(stage=3, zero3_init_flag=True), max_steps=1)
         trainer.fit(module, DataLoader(rows(4, 3), batch_size=2))
         assert module.partitioned
         assert module.transformers_knows
