@@ -312,9 +312,21 @@ class AcceleratorCore:
 
     # -- across ranks -------------------------------------------------------------------------------------------------
 
+    def begin_run(self) -> None:
+        """A fit, validation, test or prediction begins, on every rank."""
+        self._run = process_group.begin_run()
+
     def failed_elsewhere(self, error: BaseException) -> str | None:
         """Reports this rank's exception to the others; returns what an earlier one of another rank was, if there is one."""
-        return process_group.report_failure(error)
+        return process_group.report_failure(self._run, error)
+
+    def check_window(self, accumulate: int, batch_size: int | None) -> None:
+        """Holds what makes up an optimizer step against the strategy's configuration.
+
+        Raises:
+            ValueError: When that says something else.
+        """
+        self.strategy.check_window(accumulate=accumulate, batch_size=batch_size, world_size=self.world_size)
 
     def shared_notes(self) -> process_group.SharedNotes:
         """New notes for what one rank may have to tell the others without a collective; every rank has to ask for them."""

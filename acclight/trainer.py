@@ -210,7 +210,7 @@ class Trainer:
         self.core = AcceleratorCore(
             resolved,
             precision=precision,
-            clip_val=resolved.launched_clip if gradient_clip_val is None else gradient_clip_val,
+            clip_val=resolved.configured_clip if gradient_clip_val is None else gradient_clip_val,
             clip_algorithm=gradient_clip_algorithm,
             compilation=compile,
         )
@@ -291,6 +291,7 @@ class Trainer:
                 )
             begun = self._begun_epoch(module)
             self.data = training_data(self, source)
+            self.core.check_window(self.accumulate_grad_batches, getattr(source, "batch_size", None))
             if begun is not None and begun["dataset"] == self.data.state_dict()["dataset"]:
                 self.data.load_state_dict(begun)
             self.validation = FitValidation(self, self._eval_loaders("val", val_dataloaders))
@@ -309,14 +310,14 @@ class Trainer:
             if self.global_step == 0 and not self._loop.limit_reached():
                 self.validation.sanity_check()
             self._loop.run()
-            preempted = self._loop.preempted
-            self.interrupted = preempted is not None
-            if preempted is None:
+            self.interrupted = self._loop.preempted is not None
+            if not self.interrupted:
                 for call in self.hooks.on_fit_end:
                     call()
-        if preempted is not None:
+            owed = self._loop.signal_owed
+        if owed is not None:
             # Everything is saved and closed: now the signal does what it would have done at once.
-            os.kill(os.getpid(), preempted)
+            os.kill(os.getpid(), owed)
 
     def validate(
         self,
@@ -565,6 +566,7 @@ class Trainer:
             self.state = state
             if datamodule is not None:
                 datamodule.trainer = self
+            self.core.begin_run()
             self.metrics.begin_run(module)
             self.forget_metrics()
             self.should_stop = self.interrupted = False
@@ -584,12 +586,10 @@ class Trainer:
             except BaseException as error:
                 self.interrupted = isinstance(error, KeyboardInterrupt)
                 elsewhere = self.core.failed_elsewhere(error)
+                if elsewhere is not None:
+                    # A lost connection, say, is the other rank's exit, seen from here.
+                    error.add_note(elsewhere)
                 self._after_exception(error)
-                if elsewhere is not None and isinstance(error, RuntimeError):
-                    # A lost connection is the other rank's exit, seen from here: one traceback, the cause's, is enough.
-                    raise RuntimeError(
-                        f"{elsewhere}; rank {self.global_rank} lost it in the middle of a step"
-                    ) from None
                 raise
             finally:
                 self._teardown(state, module, datamodule, failed=failed)

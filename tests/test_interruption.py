@@ -7,12 +7,15 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
+from acclight import Callback, Trainer, TrainModule
 from tests.distributed import ROOT, run_command
+from tests.scenarios import Scalar, quiet_trainer, repeated
 
 SCRIPT = """
 import os, sys, time, torch
@@ -183,3 +186,39 @@ def test_a_signal_to_a_plain_process_ends_it_as_that_signal(
         assert next((tmp_path / "checkpoints").iterdir()).name.startswith("step-")
     else:
         assert "on_exception KeyboardInterrupt" in notes(tmp_path, 0)
+
+
+@pytest.fixture
+def terminations() -> Iterator[list[int]]:
+    """How often a handler of the program's own, which was there before fit, is called for SIGTERM."""
+    seen: list[int] = []
+    former = signal.signal(signal.SIGTERM, lambda signum, frame: seen.append(signum))
+    yield seen
+    signal.signal(signal.SIGTERM, former)
+
+
+class Terminated(Callback):
+    """SIGTERM comes when training is through already."""
+
+    def on_train_end(self, trainer: Trainer, module: TrainModule) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_a_signal_that_comes_too_late_to_stop_anything_is_delivered_all_the_same(terminations: list[int]) -> None:
+    trainer = quiet_trainer(strategy="single", max_steps=2, callbacks=Terminated())
+    trainer.fit(Scalar(), repeated([1.0] * 4, 1))
+    assert trainer.global_step == 2
+    assert terminations == [signal.SIGTERM]
+
+
+def test_an_exception_is_not_hidden_by_a_signal_that_came_before_it(terminations: list[int]) -> None:
+    class Failing(Scalar):
+        def training_step(self, batch: torch.Tensor, batch_idx: int) -> None:
+            os.kill(os.getpid(), signal.SIGTERM)
+            raise ValueError("boom")
+
+    with pytest.raises(ValueError, match="boom"), pytest.warns(UserWarning, match="SIGTERM came"):
+        quiet_trainer(strategy="single", max_steps=2).fit(Failing(), repeated([1.0], 1))
+    # The handler is back in its place for the next one.
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert terminations == [signal.SIGTERM]

@@ -562,3 +562,54 @@ def test_wrong_arguments_are_named() -> None:
     with pytest.raises(ValueError, match=r"gradient_clipping=0\.5 contradicts gradient_clip_val=2\.0"):
         quiet_trainer(strategy=DeepSpeedStrategy(ds_config={"gradient_clipping": 0.5}), gradient_clip_val=2.0)
     assert DDPStrategy(bucket_cap_mb=3)._arguments["bucket_cap_mb"] == 3
+
+
+@on_two_ranks
+def test_an_exception_that_was_caught_is_not_held_against_the_next_fit() -> None:
+    class Failing(Regression):
+        def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+            raise RuntimeError(self.message)
+
+    for message in ("the first", "the second"):
+        module = Failing(nn.Linear(3, 5))
+        module.message = message  # type: ignore[assignment]
+        with pytest.raises(RuntimeError, match=message):
+            quiet_trainer(strategy="ddp", max_steps=1).fit(module, DataLoader(rows(4, 3), batch_size=2))
+
+
+@on_two_ranks
+def test_clipping_of_a_ds_config_clips() -> None:
+    strategy = DeepSpeedStrategy(ds_config={"zero_optimization": {"stage": 2}, "gradient_clipping": 0.01})
+    module = Regression(nn.Linear(3, 5))
+    module.configure_optimizers = lambda: torch.optim.SGD(module.parameters(), lr=1.0)  # type: ignore[method-assign]
+    before = {name: p.detach().clone() for name, p in module.named_parameters()}
+    trainer = quiet_trainer(strategy=strategy, max_steps=1)
+    trainer.fit(module, DataLoader(rows(4, 3), batch_size=2))
+    moved = torch.cat([(whole(trainer, name) - value).flatten() for name, value in before.items()]).norm()
+    # Rank 0's weights were given to all; those of the other rank say nothing.
+    assert trainer.global_rank > 0 or float(moved) == pytest.approx(0.01, rel=1e-3)
+    assert trainer.gradient_clip_val == 0.01
+
+
+@on_two_ranks
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"gradient_accumulation_steps": 4}, "gradient_accumulation_steps=4 contradicts accumulate_grad_batches=1"),
+        (
+            {"train_micro_batch_size_per_gpu": 8},
+            "train_micro_batch_size_per_gpu=8 contradicts the loader's batch size 2",
+        ),
+        ({"train_batch_size": 16}, "train_batch_size=16 contradicts batch 2 x accumulation 1 x 2 ranks = 4"),
+    ],
+)
+def test_a_window_that_contradicts_the_ds_config(config: dict[str, int], message: str) -> None:
+    loader = DataLoader(rows(4, 3), batch_size=2)
+    with pytest.raises(ValueError, match=message):
+        quiet_trainer(strategy=DeepSpeedStrategy(stage=1, ds_config=config), max_steps=1).fit(
+            Regression(nn.Linear(3, 5)), loader
+        )
+    agreeing = {"gradient_accumulation_steps": 1, "train_micro_batch_size_per_gpu": "auto", "train_batch_size": 4}
+    trainer = quiet_trainer(strategy=DeepSpeedStrategy(stage=1, ds_config=agreeing), max_steps=1)
+    trainer.fit(Regression(nn.Linear(3, 5)), loader)
+    assert trainer.global_step == 1

@@ -50,6 +50,7 @@ class FitLoop:
         self.in_window = False
         self.started = time.monotonic()
         self.agreement = Agreement()
+        self.watch = SignalWatch(signal.SIGTERM)
         self.stop_agreed = self.time_over = False
         #: The signal that ended the run early, once all ranks have agreed.
         self.preempted: signal.Signals | None = None
@@ -63,7 +64,7 @@ class FitLoop:
             info(f"fit has nothing left to do: {reason}")
             return
         self.module.train()
-        with SignalWatch(signal.SIGTERM) as self.watch:
+        with self.watch:
             for call in trainer.hooks.on_train_start:
                 call()
             self.ask_all(now=True)
@@ -80,6 +81,11 @@ class FitLoop:
             for call in trainer.hooks.on_train_end:
                 call()
             trainer.save_pending()
+
+    @property
+    def signal_owed(self) -> signal.Signals | None:
+        """A signal that was noted, here or on another rank, and has to be delivered once everything is closed."""
+        return self.watch.signum if self.watch.received else self.preempted
 
     def ask_all(self, *, now: bool = False) -> None:
         """Learns what any rank wants: to stop, that the time is over, or that a signal has come."""

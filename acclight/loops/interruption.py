@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 import time
+import warnings
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -52,6 +53,9 @@ class SignalWatch:
     ) -> None:
         if self._watching:
             signal.signal(self.signum, self._former)
+        if self.received and error is not None:
+            # Delivered now, it could end the process before the exception, which is the news, has been shown.
+            warnings.warn(f"{self.signum.name} came while {type(error).__name__} ended the training", stacklevel=2)
 
     def _note(self, signum: int, frame: FrameType | None) -> None:
         if os.getpid() != self._process:

@@ -54,6 +54,7 @@ class DeepSpeedStrategy(Strategy):
     ) -> None:
         super().__init__(timeout=timeout)
         self._user_config = settings.read(ds_config)
+        self.configured_clip = settings.clip_of(self._user_config)
         self.stage = int(self._user_config.get("zero_optimization", {}).get("stage", stage))
         if self.stage not in (1, 2, 3):
             raise ValueError(f"stage={self.stage!r}: DeepSpeed ZeRO has the stages 1, 2 and 3")
@@ -89,6 +90,9 @@ class DeepSpeedStrategy(Strategy):
             | {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": None, "ACCELERATE_GRADIENT_CLIPPING": None}
             | {"ACCELERATE_CONFIG_DS_FIELDS": None, "ACCELERATE_USE_CPU": None, "ACCELERATE_USE_DEEPSPEED": "true"}
         )
+
+    def check_window(self, *, accumulate: int, batch_size: int | None, world_size: int) -> None:
+        settings.check_window(self._user_config, accumulate=accumulate, batch_size=batch_size, world_size=world_size)
 
     def claim_process_state(self, device_type: str) -> None:
         if device_type == "cpu":

@@ -38,6 +38,32 @@ def read(config: Mapping[str, Any] | str | Path | None) -> dict[str, Any]:
     return loaded
 
 
+def clip_of(config: Mapping[str, Any]) -> float | None:
+    """The largest gradient norm that a ds_config gives as a number; None where it leaves that to the Trainer."""
+    given = config.get("gradient_clipping", "auto")
+    return None if given == "auto" else float(given)
+
+
+def check_window(config: Mapping[str, Any], *, accumulate: int, batch_size: int | None, world_size: int) -> None:
+    """Holds a ds_config's numbers against the Trainer's and the loader's.
+
+    Raises:
+        ValueError: When they contradict each other; it names both.
+    """
+    said = {"gradient_accumulation_steps": (accumulate, f"accumulate_grad_batches={accumulate}")}
+    if batch_size is not None:
+        every = batch_size * accumulate * world_size
+        words = f"batch {batch_size} x accumulation {accumulate} x {world_size} ranks = {every}"
+        said["train_micro_batch_size_per_gpu"] = (batch_size, f"the loader's batch size {batch_size}")
+        said["train_batch_size"] = (every, words)
+    for key, (value, words) in said.items():
+        given = config.get(key, "auto")
+        if given not in ("auto", value):
+            raise ValueError(
+                f"ds_config {key}={given} contradicts {words}; set one of them, or write 'auto' in ds_config"
+            )
+
+
 def precision_of(config: Mapping[str, Any]) -> str | None:
     """The precision that a ds_config switches on, by the Trainer's name; None where it leaves that to the Trainer."""
     for section, (_, name) in _MODES.items():
@@ -88,11 +114,10 @@ def complete(
     whole = copy.deepcopy(dict(config))
     for section in _MODES:
         whole[section] = {**whole.get(section, {}), "enabled": section == mode}
-    given = whole.get("gradient_clipping", "auto")
-    if given == "auto":
-        whole["gradient_clipping"] = clip
-    elif clip not in (0.0, float(given)):
+    given = clip_of(config)
+    if given not in (None, clip):
         raise ValueError(f"ds_config gradient_clipping={given} contradicts gradient_clip_val={clip}; set one of them")
+    whole["gradient_clipping"] = clip
     if whole.get("train_micro_batch_size_per_gpu", "auto") == "auto":
         whole["train_micro_batch_size_per_gpu"] = micro_batch_size
     whole.setdefault("zero_allow_untested_optimizer", True)

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 
 _FAREWELL_SECONDS = 20.0
-_FAILURE_KEY = "acclight/failure"
 _notes = itertools.count()
+_runs = itertools.count()
 
 
 def launched() -> bool:
@@ -105,8 +105,17 @@ class SharedNotes:
         return True
 
 
-def report_failure(error: BaseException) -> str | None:
+def begin_run() -> int:
+    """A number for a run that all ranks begin now; failures are told within it, and a later run knows nothing of them."""
+    return next(_runs)
+
+
+def report_failure(run: int, error: BaseException) -> str | None:
     """Tells the other ranks that this one fails, so that theirs can name the cause.
+
+    Args:
+        run: As `begin_run` gave it.
+        error: What ends the run on this rank.
 
     Returns:
         What the first rank to fail said; None when this is the first, or when nobody can be reached any more.
@@ -119,7 +128,7 @@ def report_failure(error: BaseException) -> str | None:
     text = f"rank {dist.get_rank()} failed first with {type(error).__name__}: {message}"
     try:
         store = dist.distributed_c10d._get_default_store()
-        first = store.compare_set(_FAILURE_KEY, "", text).decode()
+        first = store.compare_set(f"acclight/failure/{run}", "", text).decode()
     except dist.DistError:
         return None
     return None if first == text else first

@@ -121,7 +121,8 @@ def _launched_deepspeed() -> DeepSpeedStrategy:
         zero3_save_16bit_model=_flag("ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL"),
         ds_config=text("CONFIG_FILE"),
     )
-    strategy.launched_clip = None if clip == "auto" else float(clip)
+    if clip != "auto":
+        strategy.configured_clip = float(clip)
     return strategy
 
 

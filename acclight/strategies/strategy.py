@@ -68,8 +68,8 @@ class Strategy:
     #: Accelerate's DistributedType under which this strategy runs; None for several.
     accelerate_type: ClassVar[str | None] = None
 
-    #: Gradient clipping that a launch file asks for; the Trainer's own argument wins.
-    launched_clip: float | None = None
+    #: Gradient clipping that a launch file, or the configuration of the strategy, asks for where the Trainer says nothing.
+    configured_clip: float | None = None
     #: The precision in force; the core sets it.
     precision: Precision
 
@@ -109,6 +109,9 @@ class Strategy:
         found = str(accelerator.distributed_type.value)
         if self.accelerate_type not in (None, found):
             raise RuntimeError(f"strategy {self.name!r} was asked for, but Accelerate set up {found!r}")
+
+    def check_window(self, *, accumulate: int, batch_size: int | None, world_size: int) -> None:
+        """Raises ValueError where the strategy's own configuration contradicts what makes up an optimizer step."""
 
     def init_context(self) -> AbstractContextManager[Any]:
         """The context in which `configure_model` creates parameters."""
