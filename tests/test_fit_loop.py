@@ -357,6 +357,49 @@ def test_max_steps_is_absolute_too(caplog: pytest.LogCaptureFixture) -> None:
     assert [float(b) for b in module.batches] == [1.0, 2.0, 1.0, 2.0, 1.0]
 
 
+class EpochEnds(Callback):
+    """Writes down where epochs begin and end."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[str, int, int]] = []
+
+    def on_train_epoch_start(self, trainer: Trainer, module: TrainModule) -> None:
+        self.seen.append(("start", trainer.current_epoch, trainer.global_step))
+
+    def on_train_epoch_end(self, trainer: Trainer, module: TrainModule) -> None:
+        self.seen.append(("end", trainer.current_epoch, trainer.global_step))
+
+
+class LogsEpochMean(Scalar):
+    stop_after = -1
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        self.log("seen", batch.mean(), on_epoch=True)
+        self.trainer.should_stop |= batch_idx == self.stop_after
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("stop_after", [-1, 2])
+def test_a_limit_within_an_epoch_ends_it_for_hooks_and_metrics_alone(stop_after: int) -> None:
+    epochs, module = EpochEnds(), LogsEpochMean()
+    module.stop_after = stop_after
+    optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
+    by_epoch = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    module.configure_optimizers = lambda: ([optimizer], [by_epoch])  # type: ignore[method-assign]
+    trainer = quiet_trainer(strategy="single", max_steps=3 if stop_after < 0 else -1, callbacks=epochs)
+    data = repeated([1.0, 2.0, 6.0, 10.0, 30.0], 1)
+    trainer.fit(module, data)
+    assert epochs.seen == [("start", 0, 0), ("end", 0, 3)]
+    assert trainer.callback_metrics["seen"] == 3.0, "the mean of 1, 2 and 6"
+    assert by_epoch.last_epoch == 0, "the epoch is not over for schedulers"
+    module.stop_after = -1
+    trainer.max_steps = 6
+    trainer.fit(module, data)
+    assert epochs.seen[2:] == [("start", 0, 3), ("end", 0, 5), ("start", 1, 5), ("end", 1, 6)]
+    assert trainer.callback_metrics["seen"] == float(module.batches[-1])
+    assert sorted(float(b) for b in module.batches[:5]) == [1.0, 2.0, 6.0, 10.0, 30.0]
+
+
 class OwnStream(IterableDataset[Any]):
     """Each rank has a stream of its own length."""
 

@@ -153,20 +153,24 @@ class FitLoop:
             warn(
                 f"the training loader gave no batches in epoch {progress.epoch}: training ends at step {progress.global_step}"
             )
-        if cut_short or empty:
-            return
-        self.end_epoch()
+        if not empty and not (cut_short and self.preempted is not None):
+            self.end_epoch(whole=not cut_short)
 
-    def end_epoch(self) -> None:
-        """What belongs to the end of an epoch: validation, hooks, epoch metrics, schedulers; then the epoch counts as done."""
+    def end_epoch(self, *, whole: bool) -> None:
+        """What belongs to the end of an epoch: validation, hooks, epoch metrics, schedulers; then the epoch counts as done.
+
+        Args:
+            whole: No limit cut it short; else hooks and metrics see the part that was trained, and a later fit trains the rest.
+        """
         trainer, progress, hooks = self.trainer, self.progress, self.trainer.hooks
-        if self.validation.due_at_epoch_end():
+        if whole and self.validation.due_at_epoch_end():
             self.validation.run()
         for call in hooks.on_train_epoch_end:
             call()
         trainer.show(trainer.metrics.show_epoch())
-        step_epoch_schedulers(trainer)
-        progress.epoch_done = True
+        if whole:
+            step_epoch_schedulers(trainer)
+        progress.epoch_done = whole
         for call in hooks.on_train_epoch_end_last:
             call()
         trainer.save_pending()
