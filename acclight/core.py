@@ -14,6 +14,7 @@ from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from acclight.messages import info
 from acclight.strategies import process_group
 from acclight.strategies.compiling import LAUNCHER_VARIABLES, Compilation, counters_may_change, resolve_compilation
 from acclight.strategies.isolation import Isolation
@@ -118,13 +119,15 @@ class AcceleratorCore:
         self.strategy = strategy
         self._precision = strategy.precision = resolve_precision(precision, strategy.configured_precision())
         self._compilation = resolve_compilation(compilation)
+        launched = os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1")
+        self._launched_accumulation = int(launched) if launched.isdigit() else 1
         self.clip_val = float(clip_val or 0.0)
         self.clip_algorithm = clip_algorithm
         self.isolation = Isolation(self._environment(strategy))
         use_cpu = os.environ.get("ACCELERATE_USE_CPU", "false").lower() in ("1", "true", "yes", "on")
         device_type = "cuda" if torch.cuda.is_available() and not use_cpu else "cpu"
         if strategy.distributed:
-            process_group.join(process_group.default_backend(device_type), strategy.timeout)
+            process_group.join(strategy.backend or process_group.default_backend(device_type), strategy.timeout)
         with self.isolation.active():
             strategy.claim_process_state(device_type)
             arguments = strategy.accelerator_arguments(
@@ -161,6 +164,19 @@ class AcceleratorCore:
         # The Trainer sees to the window, the precision and the compilation itself.
         own = ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "ACCELERATE_MIXED_PRECISION", *LAUNCHER_VARIABLES)
         return variables | dict.fromkeys(own)
+
+    def check_window(self, accumulate: int, batch_size: int | None) -> None:
+        """Holds what makes up an optimizer step against what the launcher and the strategy's configuration say.
+
+        Raises:
+            ValueError: When the strategy's configuration says something else.
+        """
+        if self._launched_accumulation not in (1, accumulate):
+            info(
+                f"accumulate_grad_batches={accumulate} of the script wins over gradient_accumulation_steps="
+                f"{self._launched_accumulation} of the launcher"
+            )
+        self.strategy.check_window(accumulate=accumulate, batch_size=batch_size, world_size=self.world_size)
 
     def _engine_clip(self) -> float:
         return self.clip_val if self.clip_algorithm == "norm" else 0.0
@@ -319,14 +335,6 @@ class AcceleratorCore:
     def failed_elsewhere(self, error: BaseException) -> str | None:
         """Reports this rank's exception to the others; returns what an earlier one of another rank was, if there is one."""
         return process_group.report_failure(self._run, error)
-
-    def check_window(self, accumulate: int, batch_size: int | None) -> None:
-        """Holds what makes up an optimizer step against the strategy's configuration.
-
-        Raises:
-            ValueError: When that says something else.
-        """
-        self.strategy.check_window(accumulate=accumulate, batch_size=batch_size, world_size=self.world_size)
 
     def shared_notes(self) -> process_group.SharedNotes:
         """New notes for what one rank may have to tell the others without a collective; every rank has to ask for them."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 
 from lightning_utilities.core.rank_zero import rank_zero_only, rank_zero_warn
 
@@ -23,4 +24,7 @@ def info(text: str) -> None:
 
 def warn(text: str) -> None:
     """Warns on rank 0."""
+    if getattr(rank_zero_only, "rank", None) is None:
+        # Before the first Trainer: a strategy that is being made, say.
+        vars(rank_zero_only)["rank"] = int(os.environ.get("RANK", "0"))
     rank_zero_warn(text, stacklevel=4)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -412,6 +413,31 @@ def test_the_arguments_are_kept_over_validations() -> None:
     fit(module, ids(2, 1), ids(1, 1))
 
 
+def test_the_mean_of_an_epoch_goes_on_in_the_next_fit_and_not_with_another_module(tmp_path: Path) -> None:
+    def log(module: Logs, batch: Tensor, *_: Any) -> None:
+        module.log("x", batch.mean(), on_step=False, on_epoch=True)
+
+    rows, module = Rows(), Logs(training_step=log)
+    trainer = quiet_trainer(strategy="single", max_steps=2, logger=rows)
+    trainer.fit(module, ids(4, 1))
+    trainer.save_checkpoint(tmp_path / "saved")
+    trainer.validate(module, ids(4, 1))
+    trainer.max_steps = 4
+    trainer.fit(module, ids(4, 1))
+    assert rows.of("x") == [(4, 1.5)]
+    # From a checkpoint only what comes after it is known.
+    trainer.max_steps = 6
+    trainer.fit(module, ids(4, 1))
+    trainer.max_steps = 4
+    trainer.fit(module, ids(4, 1), ckpt_path=tmp_path / "saved")
+    assert rows.of("x") == [(4, 1.5), (4, 2.5)]
+    trainer.max_steps = 6
+    trainer.fit(module, ids(4, 1))
+    trainer.max_steps, trainer.max_epochs = -1, 1
+    trainer.fit(Logs(training_step=log), ids(4, 1))
+    assert rows.of("x")[2:] == [(4, 1.5)]
+
+
 def test_two_hooks_cannot_show_one_name_at_once() -> None:
     module = Logs(training_step=lambda m, *_: m.log("x", 1.0), on_train_batch_end=lambda m, *_: m.log("x", 2.0))
     with pytest.raises(ValueError, match=r"self.log\('x'\) is called in .*on_train_batch_end.* another name"):
@@ -579,6 +605,16 @@ def test_the_names_of_a_dict_become_part_of_the_keys() -> None:
     assert trainer.validate(module, [ids(3, 2)]) == [{"acc": 1.0, "whole": 5.0}]
     result = trainer.test(Logs(test_step=log), [ids(3, 2), ids(5, 2)])
     assert result == [{"acc/dataloader_idx_0": 1.0}, {"acc/dataloader_idx_1": 3.0}]
+
+
+def test_a_monitor_without_the_loaders_name_is_an_error_that_lists_the_names() -> None:
+    from acclight.callbacks import EarlyStopping
+
+    module = Logs(validation_step=lambda m, *_: m.log("acc", 1.0))
+    with pytest.raises(ValueError, match=r"'acc' was not logged.*acc/a.*acc/b"):
+        fit(module, ids(2, 1), {"a": ids(2, 1), "b": ids(2, 1)}, callbacks=EarlyStopping("acc"))
+    trainer, _ = fit(module, ids(2, 1), {"a": ids(2, 1), "b": ids(2, 1)}, callbacks=EarlyStopping("acc/b"))
+    assert trainer.global_step == 2
 
 
 def test_forked_names_of_several_loaders() -> None:
@@ -913,6 +949,30 @@ def test_a_collection_on_two_ranks(strategy: str) -> None:
     assert trainer.validate(module, ids(4, 1)) == [COLLECTED]
     # One rank has no data at all.
     assert trainer.validate(module, ids(4, 4)) == [COLLECTED]
+
+
+class Norms(Logs):
+    """The gradient of w = zeros(4) is [3, 4, 0, 12], whose norm is 13."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.zeros(4))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.w @ torch.tensor([3.0, 4.0, 0.0, 12.0])
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        assert self.w.grad is not None
+        self.log("norm", self.w.grad.norm(), on_step=True, on_epoch=True)
+
+
+@on_two_ranks
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+def test_a_sharded_value_is_logged_whole(strategy: str) -> None:
+    trainer, _ = fit(Norms(), ids(4, 1), strategy=strategy)
+    assert {name: float(value) for name, value in trainer.callback_metrics.items()} == {
+        name: pytest.approx(13.0) for name in ("norm", "norm_step", "norm_epoch")
+    }
 
 
 @on_two_ranks

@@ -138,6 +138,13 @@ def test_import_loads_nothing_slow(tmp_path: Path) -> None:
     assert not (ours - theirs) & set(SLOW_TO_IMPORT)
 
 
+def test_the_trainer_does_not_load_what_fsdp2_needs(tmp_path: Path) -> None:
+    slow = "torch.distributed.tensor"
+    code = f"import sys; from acclight import Trainer; before = {slow!r} in sys.modules; "
+    code += f"from acclight.strategies import FSDP2Strategy; print(before, {slow!r} in sys.modules)"
+    assert run([sys.executable, "-c", code], cwd=ROOT).split() == ["False", "True"]
+
+
 def imported_distributions() -> dict[str, str]:
     """The distributions that acclight's files import, by name in the normal form, with one file that does."""
     owners = packages_distributions()

@@ -262,6 +262,19 @@ def test_zero_init_leaves_nothing_behind() -> None:
 
 
 @on_two_ranks
+def test_an_exception_that_was_caught_is_not_held_against_the_next_fit() -> None:
+    class Failing(Regression):
+        def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+            raise RuntimeError(self.message)
+
+    for message in ("the first", "the second"):
+        module = Failing(nn.Linear(3, 5))
+        module.message = message  # type: ignore[assignment]
+        with pytest.raises(RuntimeError, match=message):
+            quiet_trainer(strategy="ddp", max_steps=1).fit(module, DataLoader(rows(4, 3), batch_size=2))
+
+
+@on_two_ranks
 def test_trainers_of_several_strategies_take_turns() -> None:
     torch.manual_seed(0)
     expected = twin(Regression(nn.Linear(3, 5)), rows(16, 3), steps=4, batch=4)
@@ -370,7 +383,8 @@ class Model(TrainModule):
 module = Model()
 trainer = Trainer(precision="32", max_steps=1, default_root_dir=sys.argv[1], enable_progress_bar=False)
 trainer.fit(module, DataLoader(torch.ones(4, 3), batch_size=1))
-print(f"rank {trainer.global_rank} of {trainer.world_size} {trainer.strategy.name} {module.seen} {trainer.log_dir}", flush=True)
+line = f"rank {trainer.global_rank} of {trainer.world_size} {trainer.strategy.name} {module.seen} {trainer.log_dir}"
+sys.stdout.write(line + "\\n")  # at once: print() writes the end of the line by itself, and the ranks' lines mingle
 """
 
 
@@ -521,6 +535,52 @@ def test_a_module_named_like_a_norm_is_no_unit() -> None:
 
 
 @on_two_ranks
+def test_weights_that_rank_0_alone_has_are_sharded_with_ties_and_buffers(tmp_path: Path) -> None:
+    def forget_elsewhere(module: nn.Module) -> None:
+        if int(os.environ["RANK"]) > 0:
+            for tensor in (*module.parameters(), *(b for b in module.buffers() if b.is_floating_point())):
+                tensor.data.fill_(float("nan"))
+
+    torch.manual_seed(0)
+    expected = twin(Tied(), pairs(12), steps=3, batch=4)
+    torch.manual_seed(0)
+    module = Tied()
+    forget_elsewhere(module)
+    trainer = quiet_trainer(strategy=FSDP2Strategy(cpu_ram_efficient_loading=True), max_steps=3)
+    trainer.fit(module, DataLoader(pairs(12), batch_size=2))
+    assert module.head.weight is module.embedding.weight
+    close({name: whole(trainer, name) for name in sorted(expected)}, expected)
+    net = Regression(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)))
+    names = sorted(net.state_dict())
+    forget_elsewhere(net)
+    second = quiet_trainer(strategy=FSDP2Strategy(cpu_ram_efficient_loading=True), max_steps=2)
+    second.fit(net, DataLoader(rows(8, 3), batch_size=2))
+    assert sorted(net.state_dict()) == names, "buffers are as persistent as before"
+    assert all(bool(value.isfinite().all()) for value in net.buffers())
+    second.save_checkpoint(tmp_path / "saved")
+    fresh = Regression(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)))
+    fresh.load_state_dict(checkpoint.load_weights(tmp_path / "saved"), strict=True)
+    assert all(bool(p.isfinite().all()) for p in fresh.parameters())
+
+
+@on_two_ranks
+def test_activation_checkpointing_is_asked_for_once() -> None:
+    module = Regression(Stack())
+    module.net.gradient_checkpointing = True  # type: ignore[assignment]  # what transformers sets
+    loader = DataLoader(rows(4, 4), batch_size=2)
+    with pytest.raises(
+        ValueError, match=r"asked for twice: .*activation_checkpointing=True.*'net' has gradient_checkpointing"
+    ):
+        quiet_trainer(strategy=FSDP2Strategy(activation_checkpointing=True), max_steps=1).fit(module, loader)
+    trainer = quiet_trainer(strategy=FSDP2Strategy(), max_steps=1)
+    if trainer.is_global_zero:
+        with pytest.warns(UserWarning, match="gathered once more in the backward"):
+            trainer.fit(module, loader)
+    else:
+        trainer.fit(module, loader)
+
+
+@on_two_ranks
 def test_a_scalar_parameter_is_refused_with_the_way_out() -> None:
     class Scaled(Regression):
         def __init__(self) -> None:
@@ -548,33 +608,64 @@ def test_ignored_modules_stay_whole_and_must_be_frozen() -> None:
         assert trainer.strategy.local(module.net[1].weight).numel() == 6
 
 
-def test_wrong_arguments_are_named() -> None:
-    with pytest.raises(ValueError, match="auto_wrap_policy='SIZE'"):
-        FSDP2Strategy(auto_wrap_policy="SIZE")
-    with pytest.raises(ValueError, match="needs min_num_params"):
-        FSDP2Strategy(auto_wrap_policy="SIZE_BASED_WRAP")
-    with pytest.raises(ValueError, match="no field 'param_type'"):
-        FSDP2Strategy(mixed_precision_policy={"param_type": "bf16"})
-    with pytest.raises(ValueError, match="stage=4"):
-        DeepSpeedStrategy(stage=4)
-    with pytest.raises(ValueError, match="no such file"):
-        DeepSpeedStrategy(ds_config="nowhere.json")
-    with pytest.raises(ValueError, match=r"gradient_clipping=0\.5 contradicts gradient_clip_val=2\.0"):
-        quiet_trainer(strategy=DeepSpeedStrategy(ds_config={"gradient_clipping": 0.5}), gradient_clip_val=2.0)
-    assert DDPStrategy(bucket_cap_mb=3)._arguments["bucket_cap_mb"] == 3
+def test_fields_from_a_dict_or_a_file(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
+    launch_file = tmp_path / "launch.yaml"
+    launch_file.write_text(
+        "distributed_type: FSDP\nfsdp_config:\n  fsdp_version: 2\n  fsdp_cpu_offload: true\n"
+        "  fsdp_auto_wrap_policy: SIZE_BASED_WRAP\n  fsdp_min_num_params: 100\n  fsdp_use_orig_params: true\n"
+        "  fsdp_transformer_layer_cls_to_wrap: LlamaDecoderLayer,Other\n"
+    )
+    strategy = FSDP2Strategy(launch_file, min_num_params=7, fsdp_reshard_after_forward=False)
+    assert (strategy.cpu_offload, strategy.auto_wrap_policy, strategy.min_num_params) == (True, "SIZE_BASED_WRAP", 7)
+    assert strategy.transformer_cls_names_to_wrap == ["LlamaDecoderLayer", "Other"]
+    assert strategy.reshard_after_forward is False
+    assert "fsdp_use_orig_params=True has no effect" in str(recwarn[0].message)
+    for given in ({"offload_params": True}, {"fsdp_offload_params": True}, {"cpu_offload": True}):
+        assert FSDP2Strategy(given).cpu_offload
+    plain = tmp_path / "ddp.json"
+    plain.write_text('{"find_unused_parameters": true, "ddp_bucket_cap_mb": 5, "ddp_timeout": 60}')
+    ddp = DDPStrategy(str(plain))
+    assert (ddp._arguments["find_unused_parameters"], ddp._arguments["bucket_cap_mb"]) == (True, 5)
+    assert ddp.timeout.total_seconds() == 60
+    zero = DeepSpeedStrategy({"zero_stage": 3, "zero3_init_flag": True, "deepspeed_multinode_launcher": "standard"})
+    assert (zero.stage, zero.zero3_init_flag) == (3, True)
+    whole_config = {"zero_optimization": {"stage": 1}, "gradient_clipping": 0.5}
+    assert (DeepSpeedStrategy(whole_config).stage, DeepSpeedStrategy(whole_config).configured_clip) == (1, 0.5)
+    for make, message in (
+        (lambda: FSDP2Strategy(reshard_after=True), "no field 'reshard_after'; did you mean 'reshard_after_forward'"),
+        (lambda: FSDP2Strategy({"fsdp_version": 1}), "accelerate to-fsdp2"),
+        (lambda: DDPStrategy({"find_unused": True}), "no field 'find_unused'; did you mean 'find_unused_parameters'"),
+        (lambda: DeepSpeedStrategy(zero_stag=3), "no field 'zero_stag'; did you mean 'zero_stage'"),
+        (lambda: FSDP2Strategy(tmp_path / "none.yaml"), "no such file"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            make()
 
 
-@on_two_ranks
-def test_an_exception_that_was_caught_is_not_held_against_the_next_fit() -> None:
-    class Failing(Regression):
-        def training_step(self, batch: Tensor, batch_idx: int) -> Any:
-            raise RuntimeError(self.message)
+def test_the_launcher_completes_a_scripts_strategy(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from acclight.strategies.resolve import resolve_strategy
 
-    for message in ("the first", "the second"):
-        module = Failing(nn.Linear(3, 5))
-        module.message = message  # type: ignore[assignment]
-        with pytest.raises(RuntimeError, match=message):
-            quiet_trainer(strategy="ddp", max_steps=1).fit(module, DataLoader(rows(4, 3), batch_size=2))
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    monkeypatch.setenv("FSDP_VERSION", "2")
+    monkeypatch.setenv("FSDP_RESHARD_AFTER_FORWARD", "false")
+    monkeypatch.setenv("FSDP_OFFLOAD_PARAMS", "true")
+    given = FSDP2Strategy(reshard_after_forward=True)
+    assert resolve_strategy(given) is given
+    assert (given.reshard_after_forward, given.cpu_offload) == (True, True)
+    said = "reshard_after_forward=True of the script's strategy wins over False of the launcher"
+    assert [r.getMessage() for r in caplog.records] == [said]
+    caplog.clear()
+    launched = resolve_strategy("fsdp2")
+    assert isinstance(launched, FSDP2Strategy)
+    assert (launched.reshard_after_forward, launched.cpu_offload) == (False, True)
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    monkeypatch.setenv("ACCELERATE_DEEPSPEED_ZERO_STAGE", "3")
+    monkeypatch.setenv("ACCELERATE_GRADIENT_CLIPPING", "0.25")
+    zero = resolve_strategy(DeepSpeedStrategy(stage=3))
+    assert (zero.name, zero.configured_clip) == ("deepspeed_stage_3", 0.25)
+    assert not caplog.records
 
 
 @on_two_ranks
@@ -613,3 +704,123 @@ def test_a_window_that_contradicts_the_ds_config(config: dict[str, int], message
     trainer = quiet_trainer(strategy=DeepSpeedStrategy(stage=1, ds_config=agreeing), max_steps=1)
     trainer.fit(Regression(nn.Linear(3, 5)), loader)
     assert trainer.global_step == 1
+
+
+# --- DDP -------------------------------------------------------------------------------------------------------------------
+
+
+@on_two_ranks
+def test_ddps_fields_are_seen_on_the_wrapped_model() -> None:
+    trainer = quiet_trainer(
+        strategy=DDPStrategy(
+            find_unused_parameters=True, bucket_cap_mb=3, broadcast_buffers=False, static_graph=False,
+            gradient_as_bucket_view=True, backend="gloo",
+        ),
+        max_steps=1,
+    )  # fmt: skip
+    trainer.fit(Regression(nn.Linear(3, 5)), DataLoader(rows(4, 3), batch_size=2))
+    wrapped: Any = trainer.strategy.wrapped
+    assert (wrapped.find_unused_parameters, wrapped.broadcast_buffers, wrapped.gradient_as_bucket_view) == (
+        True,
+        False,
+        True,
+    )
+    assert wrapped.bucket_bytes_cap == 3 * 2**20
+
+
+@on_two_ranks
+@pytest.mark.parametrize(("hook", "function"), [("fp16", "fp16_compress_hook"), ("power_sgd", "powerSGD_hook")])
+def test_communication_hooks(hook: str, function: str) -> None:
+    """What torch 2.13 can do on gloo: its hook for bf16 needs NCCL, and its batched PowerSGD asserts in every run."""
+    powers = {"matrix_approximation_rank": 2, "start_powerSGD_iter": 2, "orthogonalization_epsilon": 1e-8}
+    option = powers if "power" in hook else None
+    torch.manual_seed(0)
+    expected = twin(Regression(nn.Linear(3, 5)), rows(16, 3), steps=4, batch=4)
+    torch.manual_seed(0)
+    trainer = quiet_trainer(strategy=DDPStrategy(comm_hook=hook, comm_state_option=option), max_steps=4)
+    trainer.fit(Regression(nn.Linear(3, 5)), DataLoader(rows(16, 3), batch_size=2))
+    wrapped: Any = trainer.strategy.wrapped
+    ((used, state),) = wrapped._comm_hooks
+    assert used.__name__ == function
+    assert state is None or state.matrix_approximation_rank == 2
+    found = {name: whole(trainer, name) for name in expected}
+    assert not all(torch.equal(found[name], value) for name, value in expected.items()), "nothing was compressed"
+
+
+@on_two_ranks
+def test_unused_parameters_are_named() -> None:
+    class Partly(Regression):
+        def __init__(self) -> None:
+            super().__init__(nn.Linear(3, 5))
+            self.spare = nn.Linear(2, 2)
+
+    loader = DataLoader(rows(12, 3), batch_size=2)
+    with pytest.raises(RuntimeError, match=r"spare\.weight, spare\.bias.*find_unused_parameters=True"):
+        quiet_trainer(strategy="ddp", max_steps=3).fit(Partly(), loader)
+    trainer = quiet_trainer(strategy=DDPStrategy(find_unused_parameters=True), max_steps=3)
+    trainer.fit(Partly(), loader)
+    assert trainer.global_step == 3
+
+
+def test_a_backend_that_is_not_there_and_a_hook_that_is_not_known() -> None:
+    with pytest.raises(ValueError, match="backend='nccl' is not available here; use 'gloo'"):
+        DDPStrategy(backend="nccl")
+    with pytest.raises(ValueError, match="comm_hook='int8': use one of no, fp16"):
+        DDPStrategy(comm_hook="int8")
+
+
+def offloaded(stage: int) -> None:
+    """In processes of its own; DeepSpeed compiles its CPU optimizer the first time, which takes minutes."""
+    data = rows(24, 3)
+
+    class Decaying(Regression):
+        def configure_optimizers(self) -> Any:
+            optimizer = super().configure_optimizers()
+            scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    torch.manual_seed(0)
+    plain = Decaying(nn.Linear(3, 5))
+    made = plain.configure_optimizers()
+    for step in range(6):
+        made["optimizer"].zero_grad()
+        plain.training_step(data[4 * step : 4 * step + 4], step).backward()
+        made["optimizer"].step()
+        made["lr_scheduler"]["scheduler"].step()
+    fields: dict[str, Any] = {"stage": stage, "offload_optimizer_device": "cpu"}
+    fields |= {"offload_param_device": "cpu"} if stage == 3 else {}
+    torch.manual_seed(0)
+    first = quiet_trainer(strategy=DeepSpeedStrategy(**fields), max_steps=3)
+    first.fit(Decaying(nn.Linear(3, 5)), DataLoader(data, batch_size=2))
+    first.save_checkpoint("saved")
+    second = quiet_trainer(strategy=DeepSpeedStrategy(**fields), max_steps=6)
+    second.fit(Decaying(nn.Linear(3, 5)), DataLoader(data, batch_size=2), ckpt_path="saved")
+    expected = {name: p.detach() for name, p in plain.named_parameters()}
+    close({name: whole(second, name) for name in sorted(expected)}, expected)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("stage", [2, 3])
+def test_offload_to_the_cpu_trains_and_resumes_the_same(stage: int) -> None:
+    run_ranks(offloaded, [stage], world_size=2, timeout=800.0)
+
+
+def test_wrong_arguments_are_named() -> None:
+    with pytest.raises(ValueError, match="auto_wrap_policy='SIZE'"):
+        FSDP2Strategy(auto_wrap_policy="SIZE")
+    with pytest.raises(ValueError, match="needs min_num_params"):
+        FSDP2Strategy(auto_wrap_policy="SIZE_BASED_WRAP")
+    with pytest.raises(ValueError, match="no field 'param_type'"):
+        FSDP2Strategy(mixed_precision_policy={"param_type": "bf16"})
+    with pytest.raises(ValueError, match="offload_param_device='cpu' needs stage=3"):
+        DeepSpeedStrategy(stage=2, offload_param_device="cpu")
+    with pytest.raises(ValueError, match="needs offload_optimizer_nvme_path"):
+        DeepSpeedStrategy(offload_optimizer_device="nvme")
+    with pytest.raises(ValueError, match="stage=4"):
+        DeepSpeedStrategy(stage=4)
+    with pytest.raises(ValueError, match="no such file"):
+        DeepSpeedStrategy(ds_config="nowhere.json")
+    with pytest.raises(ValueError, match=r"gradient_clipping=0\.5 contradicts gradient_clip_val=2\.0"):
+        quiet_trainer(strategy=DeepSpeedStrategy(ds_config={"gradient_clipping": 0.5}), gradient_clip_val=2.0)
+    assert DDPStrategy(bucket_cap_mb=3)._arguments["bucket_cap_mb"] == 3

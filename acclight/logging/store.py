@@ -35,6 +35,7 @@ class MetricStore:
         self._ranks = ranks
         self._reducer = Reducer(ranks)
         self._device = device
+        self._on_cpu = device.type == "cpu"
         self._module: nn.Module | None = None
         self._places = logging_places()
         #: Evaluation batches shown so far, by stage and loader: the x axis of single batches' values.
@@ -204,10 +205,8 @@ class MetricStore:
         elif meter.loader != self._loader:
             meter.loader = None
         if isinstance(value, Tensor):
-            if value.numel() != 1:
-                raise ValueError(
-                    f"self.log({name!r}) got a tensor of shape {tuple(value.shape)}: log one number, such as its mean()"
-                )
+            if value.numel() != 1 or value.is_complex():
+                raise _no_number(name, value)
         elif not isinstance(value, (int, float)):
             value = self._metric_value(meter, value) if is_metric(value) else _number(name, value)
         in_step = meter.on_step and (self._step_shown or meter.keeps_series or meter.prog_bar)
@@ -215,7 +214,7 @@ class MetricStore:
         if value is None or not (in_step or in_epoch):
             return
         if isinstance(value, Tensor):
-            value = self._own(name, value)
+            value = self._own(value)
         if meter.reduce_fx != "mean":
             weight = 1.0
         elif batch_size is not None:
@@ -261,17 +260,17 @@ class MetricStore:
         here.meters[name + suffix] = meter
         return meter
 
-    def _own(self, name: str, value: Tensor) -> Tensor:
+    def _own(self, value: Tensor) -> Tensor:
         """A copy without a graph: the user may change the tensor in place, or it may be a view of a big one."""
-        if value.dim() != 0:
-            value = value.reshape(())
-        if hasattr(value, "full_tensor"):
+        if type(value) is not Tensor and hasattr(value, "full_tensor"):
             # A DTensor; like every operation on it this may be a collective.
             value = value.full_tensor()
         value = value.detach()
-        if value.is_complex():
-            raise TypeError(f"self.log({name!r}) got a complex tensor: log its abs() or its parts")
-        return value.clone() if value.device == self._device else value.to(self._device, copy=True, non_blocking=True)
+        if value.dim():
+            value = value.reshape(())
+        if value.is_cpu and self._on_cpu:
+            return value.clone()
+        return value.to(self._device, copy=True, non_blocking=True)
 
     def _metric_value(self, meter: Meter, metric: Any) -> Any:
         """Notes a torchmetrics object; its value for this batch, or None where that is not shown or not there."""
@@ -417,6 +416,14 @@ def _begin_anew(metric: Any) -> None:
     # Outside of inference mode, so that training can go on with the same object.
     with torch.inference_mode(False):
         metric.reset()
+
+
+def _no_number(name: str, value: Tensor) -> Exception:
+    if value.numel() != 1:
+        return ValueError(
+            f"self.log({name!r}) got a tensor of shape {tuple(value.shape)}: log one number, such as its mean()"
+        )
+    return TypeError(f"self.log({name!r}) got a complex tensor: log its abs() or its parts")
 
 
 def _number(name: str, value: Any) -> float:

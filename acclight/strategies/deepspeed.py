@@ -4,26 +4,45 @@ from __future__ import annotations
 
 import copy
 import logging
-import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate.utils import DeepSpeedPlugin, InitProcessGroupKwargs
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from acclight.messages import info
 from acclight.strategies import ds_config as settings
-from acclight.strategies.loss_scale import LossScale
-from acclight.strategies.strategy import Strategy, canonical_name
+from acclight.strategies.fields import Config, reads_config
+from acclight.strategies.loss_scale import LossScale, divided, engine_state, fill_engine
+from acclight.strategies.strategy import Strategy
+
+if TYPE_CHECKING:
+    from acclight.strategies.zero_state import ZeroState
+
+#: What launch files and Accelerate's plugin call a field.
+_ALIASES = {
+    "zero_stage": "stage",
+    "hf_ds_config": "ds_config",
+    "config_file": "ds_config",
+    "moe_layer_cls_names": "transformer_moe_cls_names",
+}
+_OBSOLETE = {
+    "is_train_batch_min": "the loop reads its own batches",
+    "enable_msamp": "use precision='fp8'",
+    "msamp_opt_level": "use precision='fp8'",
+} | dict.fromkeys(("hostfile", "multinode_launcher", "inclusion_filter", "exclusion_filter"), "it is the launcher's")
 
 
 class DeepSpeedStrategy(Strategy):
     """Trains with DeepSpeed ZeRO.
 
     Args:
+        config: The fields below as a dict, or the path of a JSON or YAML file with them, a launch file of Accelerate's included;
+            arguments win. A whole DeepSpeed configuration (with "zero_optimization") is taken as `ds_config`.
         stage: What is sharded: 1 optimizer state, 2 also gradients, 3 also parameters. Default 2.
         offload_optimizer_device: "none" (default), "cpu" or "nvme".
         offload_param_device: "none" (default), "cpu" or "nvme"; stage 3.
@@ -32,6 +51,9 @@ class DeepSpeedStrategy(Strategy):
         zero3_init_flag: Create the parameters sharded in `configure_model` (stage 3). Default False;
             transformers' own initialization of new weights finds sharded ones empty and leaves them as they are.
         zero3_save_16bit_model: Let DeepSpeed gather 16-bit weights when it saves a model itself. Default False.
+        gradient_clipping: Largest gradient norm where the Trainer gives none. Default None.
+        gradient_accumulation_steps: Must be the Trainer's accumulate_grad_batches. Default None.
+        transformer_moe_cls_names: Classes of mixture-of-experts layers that stage 3 gathers whole, a text with commas.
         ds_config: A DeepSpeed configuration (dict or path of a JSON file); its keys come on top of the arguments.
         timeout: Seconds that a collective may wait. Default 1800.
     """
@@ -39,8 +61,13 @@ class DeepSpeedStrategy(Strategy):
     kind = "deepspeed"
     accelerate_type = "DEEPSPEED"
 
+    @reads_config(
+        prefix="deepspeed_", section="deepspeed_config", aliases=_ALIASES, obsolete=_OBSOLETE,
+        whole=("zero_optimization", "ds_config"),
+    )  # fmt: skip
     def __init__(
         self,
+        config: Config | None = None,
         *,
         stage: int = 2,
         offload_optimizer_device: str = "none",
@@ -49,21 +76,32 @@ class DeepSpeedStrategy(Strategy):
         offload_param_nvme_path: str | None = None,
         zero3_init_flag: bool | None = None,
         zero3_save_16bit_model: bool = False,
+        gradient_clipping: float | str | None = None,
+        gradient_accumulation_steps: int | str | None = None,
+        transformer_moe_cls_names: str | None = None,
         ds_config: Mapping[str, Any] | str | Path | None = None,
         timeout: float = 1800.0,
     ) -> None:
         super().__init__(timeout=timeout)
-        self._user_config = settings.read(ds_config)
-        self.configured_clip = settings.clip_of(self._user_config)
+        self._user_config = settings.with_fields(
+            settings.read(ds_config),
+            gradient_clipping=gradient_clipping,
+            gradient_accumulation_steps=gradient_accumulation_steps,
+        )
         self.stage = int(self._user_config.get("zero_optimization", {}).get("stage", stage))
         if self.stage not in (1, 2, 3):
             raise ValueError(f"stage={self.stage!r}: DeepSpeed ZeRO has the stages 1, 2 and 3")
-        self.offload_optimizer_device = offload_optimizer_device
-        self.offload_param_device = offload_param_device
-        self.offload_optimizer_nvme_path = offload_optimizer_nvme_path
-        self.offload_param_nvme_path = offload_param_nvme_path
+        self._zero_section = settings.zero_section(
+            self.stage,
+            {
+                "optimizer": (offload_optimizer_device, offload_optimizer_nvme_path),
+                "param": (offload_param_device, offload_param_nvme_path),
+            },
+            save_16bit=zero3_save_16bit_model,
+        )
         self.zero3_init_flag = self.stage == 3 and bool(zero3_init_flag)
-        self.zero3_save_16bit_model = zero3_save_16bit_model
+        self.transformer_moe_cls_names = transformer_moe_cls_names
+        self.configured_clip = settings.clip_of(self._user_config)
         self.config: dict[str, Any] = {}
         self._divisor = 1.0
         #: The fp16 loss scale where it is not the engine's own.
@@ -80,19 +118,8 @@ class DeepSpeedStrategy(Strategy):
 
     def environment(self) -> dict[str, str | None]:
         # DeepSpeedPlugin fills whatever it finds in these; the strategy has read the launch already (see resolve.py).
-        hidden = (
-            "CONFIG_FILE", "ZERO_STAGE", "OFFLOAD_OPTIMIZER_DEVICE", "OFFLOAD_PARAM_DEVICE",
-            "OFFLOAD_OPTIMIZER_NVME_PATH", "OFFLOAD_PARAM_NVME_PATH", "ZERO3_INIT", "ZERO3_SAVE_16BIT_MODEL",
-        )  # fmt: skip
-        return (
-            super().environment()
-            | {f"ACCELERATE_DEEPSPEED_{name}": None for name in hidden}
-            | {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": None, "ACCELERATE_GRADIENT_CLIPPING": None}
-            | {"ACCELERATE_CONFIG_DS_FIELDS": None, "ACCELERATE_USE_CPU": None, "ACCELERATE_USE_DEEPSPEED": "true"}
-        )
-
-    def check_window(self, *, accumulate: int, batch_size: int | None, world_size: int) -> None:
-        settings.check_window(self._user_config, accumulate=accumulate, batch_size=batch_size, world_size=world_size)
+        hidden = dict.fromkeys(settings.LAUNCHER_VARIABLES)
+        return super().environment() | hidden | {"ACCELERATE_USE_DEEPSPEED": "true"}
 
     def claim_process_state(self, device_type: str) -> None:
         if device_type == "cpu":
@@ -112,28 +139,25 @@ class DeepSpeedStrategy(Strategy):
         if self.precision.name == "16-mixed" and mode is None:
             self._loss_scale = LossScale()
         self.config = settings.complete(
-            self._user_config, self._zero_section(), mode=mode, clip=clip, micro_batch_size=micro_batch_size
+            self._user_config, self._zero_section, mode=mode, clip=clip, micro_batch_size=micro_batch_size
         )
+        if self.configured_clip not in (None, clip):
+            info(
+                f"gradient_clip_val={clip} of the script wins over gradient_clipping={self.configured_clip} of the launcher"
+            )
         arguments: dict[str, Any] = {
             "deepspeed_plugin": DeepSpeedPlugin(
-                hf_ds_config=copy.deepcopy(self.config), zero3_init_flag=self.zero3_init_flag
+                hf_ds_config=copy.deepcopy(self.config),
+                zero3_init_flag=self.zero3_init_flag,
+                transformer_moe_cls_names=self.transformer_moe_cls_names,
             )
         }
         if not torch.cuda.is_available():
             arguments["kwargs_handlers"] = [InitProcessGroupKwargs(backend="gloo", timeout=self.timeout)]
         return arguments
 
-    def _zero_section(self) -> dict[str, Any]:
-        zero: dict[str, Any] = {"stage": self.stage}
-        for role in ("optimizer", "param"):
-            device = getattr(self, f"offload_{role}_device")
-            if device != "none":
-                zero[f"offload_{role}"] = {"device": device}
-                if device == "nvme":
-                    zero[f"offload_{role}"]["nvme_path"] = getattr(self, f"offload_{role}_nvme_path")
-        if self.stage == 3:
-            zero["stage3_gather_16bit_weights_on_model_save"] = self.zero3_save_16bit_model
-        return zero
+    def check_window(self, *, accumulate: int, batch_size: int | None, world_size: int) -> None:
+        settings.check_window(self._user_config, accumulate=accumulate, batch_size=batch_size, world_size=world_size)
 
     def init_context(self) -> AbstractContextManager[Any]:
         if self.stage != 3 or not self.zero3_init_flag:
@@ -268,41 +292,21 @@ class DeepSpeedStrategy(Strategy):
         return None if norm is None else float(norm)
 
     def optimizer_step(self, index: int) -> bool:
-        with self._divided():
+        with divided(self._zero, self._divisor):
             self._engine.step()
+        self._divisor = 1.0
         overflow = bool(getattr(self._zero, "overflow", False))
         if self._loss_scale is not None:
             self._loss_scale.update(overflow)
             self._zero.external_loss_scale = self._loss_scale.scale
         return not overflow
 
-    @contextmanager
-    def _divided(self) -> Iterator[None]:
-        """Makes the engine's step divide the gradients by `_divisor`, for once."""
-        if self._divisor == 1.0:
-            yield
-            return
-        owner, name = (
-            (self._zero, "external_loss_scale")
-            if self._zero.custom_loss_scaler
-            else (self._zero.loss_scaler, "cur_scale")
-        )
-        setattr(owner, name, getattr(owner, name) * self._divisor)
-        try:
-            yield
-        finally:
-            setattr(owner, name, getattr(owner, name) / self._divisor)
-            self._divisor = 1.0
-
     def scaler_state(self) -> dict[str, Any]:
-        own = self._loss_scale
-        if own is not None:
-            return {"scale": own.scale, "good_steps": own.good_steps}
+        if self._loss_scale is not None:
+            return self._loss_scale.state_dict()
         if not self.config["fp16"]["enabled"] or not self._optimizers:
             return {}
-        engines = self._zero.loss_scaler
-        good_steps = engines.cur_iter - engines.last_overflow_iter - 1 if engines.dynamic else 0
-        return {"scale": float(engines.cur_scale), "good_steps": good_steps}
+        return engine_state(self._zero.loss_scaler)
 
     def load_scaler_state(self, state: Mapping[str, Any]) -> None:
         if not state or not self._optimizers:
@@ -310,100 +314,33 @@ class DeepSpeedStrategy(Strategy):
         if self._loss_scale is not None:
             self._loss_scale.scale, self._loss_scale.good_steps = state["scale"], state["good_steps"]
             self._zero.external_loss_scale = self._loss_scale.scale
-        elif self.config["fp16"]["enabled"] and self._zero.loss_scaler.dynamic:
-            engines = self._zero.loss_scaler
-            engines.cur_scale, engines.cur_iter = state["scale"], state["good_steps"]
-            engines.last_overflow_iter = -1
+        elif self.config["fp16"]["enabled"]:
+            fill_engine(self._zero.loss_scaler, state)
 
     def zero_grad(self, index: int) -> None:
         """The engine clears its gradients within its step."""
 
     # -- state ----------------------------------------------------------------------------------------------------------
 
+    @property
+    def _state(self) -> ZeroState:
+        # Imported late: it imports DeepSpeed.
+        from acclight.strategies.zero_state import ZeroState
+
+        return ZeroState(self.wrapped, self.stage, trains=bool(self._optimizers))
+
     def model_state(self, module: nn.Module) -> dict[str, Tensor]:
-        from deepspeed.utils import safe_get_full_fp32_param
-
         state = super().model_state(module)
-        gathered: dict[int, Tensor] = {}
-        for name, parameter in module.named_parameters(remove_duplicate=False):
-            key = canonical_name(name)
-            if key not in state:
-                continue
-            if id(parameter) not in gathered:
-                # An evaluation's engine has no optimizer, which is what holds the parameters in float32.
-                trained = parameter.requires_grad and bool(self._optimizers)
-                full = safe_get_full_fp32_param(parameter) if trained else None
-                gathered[id(parameter)] = self._gather(parameter) if full is None else full.detach().cpu()
-            state[key] = gathered[id(parameter)]
+        self._state.gather_model(module, state)
         return state
-
-    def _gather(self, parameter: nn.Parameter) -> Tensor:
-        import deepspeed
-
-        if not hasattr(parameter, "ds_id"):
-            return parameter.detach()
-        with deepspeed.zero.GatheredParameters([parameter]):
-            return parameter.detach().cpu().clone()
 
     def load_model_state(self, module: nn.Module, read: Any) -> None:
-        import deepspeed
-        from deepspeed.utils import safe_set_full_fp32_param, safe_set_local_fp32_param
-
         state = self.model_state(module)
         read(state)
-        parameters = {canonical_name(n): p for n, p in module.named_parameters()}
-        with torch.no_grad():
-            for name, parameter in parameters.items():
-                if name not in state:
-                    continue
-                value = state[name].to(parameter.device)
-                if hasattr(parameter, "ds_id"):
-                    with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
-                        parameter.data.copy_(value)
-                    if parameter.requires_grad and self._optimizers:
-                        safe_set_local_fp32_param(parameter, self._shard(parameter, value))
-                else:
-                    parameter.data.copy_(value)
-                    if parameter.requires_grad and self._optimizers:
-                        safe_set_full_fp32_param(parameter, value.float())
-
-    def _shard(self, parameter: nn.Parameter, value: Tensor) -> Tensor:
-        """This rank's part of a whole tensor as ZeRO-3 cuts it: flat, padded so that all ranks hold equally much."""
-        size = parameter.ds_tensor.numel()  # type: ignore[attr-defined]
-        world = torch.distributed.get_world_size()
-        flat = torch.zeros(size * world, dtype=torch.float32, device=value.device)
-        flat[: value.numel()] = value.flatten()
-        own: Tensor = flat.narrow(0, size * torch.distributed.get_rank(), size)
-        return own
-
-    def _flat_partitions(self) -> dict[int, Tensor]:
-        """For each trained parameter (by id) the flat float32 partition that holds its part, which the inner optimizer steps."""
-        zero = self._zero
-        if self.stage == 3:
-            groups = zip(zero.fp16_groups, zero.fp32_partitioned_groups_flat, strict=True)
-        else:
-            groups = zip(zero.bit16_groups, zero.single_partition_of_fp32_groups, strict=True)
-        return {id(parameter): flat for group, flat in groups for parameter in group}
+        self._state.fill_model(module, state)
 
     def optimizer_state(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
-        from deepspeed.utils import safe_get_full_optimizer_state
-
-        if self.stage != 3:
-            # DeepSpeed 0.19.8 links parameters and optimizer state after the step of the first parameter group alone.
-            self._zero._hp_optimizer_states_linked = False
-            self._zero._lazy_init_hp_params_optimizer_state()
-        state: dict[str, Any] = {}
-        partitions = self._flat_partitions()
-        for name, parameter in module.named_parameters():
-            if id(parameter) not in partitions:
-                continue
-            name, flat = canonical_name(name), partitions[id(parameter)]
-            for key, value in self._zero.optimizer.state.get(flat, {}).items():
-                if isinstance(value, Tensor) and value.shape == flat.shape:
-                    state[f"{name}/{key}"] = safe_get_full_optimizer_state(parameter, key).detach().cpu()
-                else:
-                    state[f"{name}/{key}"] = value.detach().clone() if isinstance(value, Tensor) else value
-        return state
+        return self._state.gather_optimizer(module)
 
     def load_optimizer_state(
         self,
@@ -413,36 +350,9 @@ class DeepSpeedStrategy(Strategy):
         plain: Mapping[str, Any],
         read: Any,
     ) -> None:
-        from deepspeed.utils import safe_set_full_optimizer_state, safe_set_local_optimizer_state
-
         into = {name: torch.zeros(shape, dtype=dtype) for name, (shape, dtype) in saved.items()}
         read(into)
-        partitions = self._flat_partitions()
-        trained = {canonical_name(n): p for n, p in module.named_parameters() if id(p) in partitions}
-        values = {**plain, **into}
-        # A fresh engine has no optimizer state before its first step: make it, so that there is something to fill.
-        for name, value in values.items():
-            owner, _, key = name.rpartition("/")
-            flat = partitions[id(trained[owner])]
-            sharded = (
-                isinstance(value, Tensor) and value.numel() == math.prod(_shape(trained[owner])) and value.dim() > 0
-            )
-            if sharded:
-                self._zero.optimizer.state[flat].setdefault(key, torch.zeros_like(flat))
-            else:
-                self._zero.optimizer.state[flat][key] = value
-        if self.stage != 3:
-            self._zero._hp_optimizer_states_linked = False
-            self._zero._lazy_init_hp_params_optimizer_state()
-        for name, value in into.items():
-            owner, _, key = name.rpartition("/")
-            parameter = trained[owner]
-            if value.dim() == 0:
-                continue
-            if self.stage == 3:
-                safe_set_local_optimizer_state(parameter, self._shard(parameter, value.to(parameter.device)), key)
-            else:
-                safe_set_full_optimizer_state(parameter, value.to(parameter.device).float(), key)
+        self._state.fill_optimizer(module, plain, into)
 
     def param_group_names(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> list[list[list[str]]]:
         return self._group_names
@@ -464,7 +374,3 @@ def _runs_fp16() -> bool:
     from deepspeed.accelerator import get_accelerator
 
     return bool(get_accelerator().is_fp16_supported())
-
-
-def _shape(parameter: nn.Parameter) -> tuple[int, ...]:
-    return tuple(getattr(parameter, "ds_shape", parameter.shape))

@@ -14,6 +14,14 @@ from acclight.strategies.precision import Precision
 
 #: Sections of DeepSpeed's own 16-bit modes, their type, and the Trainer's name for the precision.
 _MODES = {"bf16": (torch.bfloat16, "bf16-mixed"), "fp16": (torch.float16, "16-mixed")}
+#: What a launcher says about DeepSpeed, in the environment.
+LAUNCHER_VARIABLES = (
+    *(f"ACCELERATE_DEEPSPEED_{name}" for name in (
+        "CONFIG_FILE", "ZERO_STAGE", "OFFLOAD_OPTIMIZER_DEVICE", "OFFLOAD_PARAM_DEVICE", "OFFLOAD_OPTIMIZER_NVME_PATH",
+        "OFFLOAD_PARAM_NVME_PATH", "ZERO3_INIT", "ZERO3_SAVE_16BIT_MODEL", "MOE_LAYER_CLS_NAMES",
+    )),
+    "ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "ACCELERATE_GRADIENT_CLIPPING", "ACCELERATE_CONFIG_DS_FIELDS", "ACCELERATE_USE_CPU",
+)  # fmt: skip
 
 
 def read(config: Mapping[str, Any] | str | Path | None) -> dict[str, Any]:
@@ -36,6 +44,12 @@ def read(config: Mapping[str, Any] | str | Path | None) -> dict[str, Any]:
     if not isinstance(loaded, dict):
         raise ValueError(f"ds_config={str(config)!r}: the file holds a {type(loaded).__name__}, not a JSON object")
     return loaded
+
+
+def with_fields(config: dict[str, Any], **fields: Any) -> dict[str, Any]:
+    """The configuration with some fields of the strategy's, where they say something and it does not."""
+    said = {name: value for name, value in fields.items() if value not in (None, "auto")}
+    return {**said, **{name: value for name, value in config.items() if name not in said or value != "auto"}}
 
 
 def clip_of(config: Mapping[str, Any]) -> float | None:
@@ -126,3 +140,33 @@ def complete(
     whole.pop("train_batch_size", None)
     whole["zero_optimization"] = {**zero, **whole.get("zero_optimization", {})}
     return whole
+
+
+def zero_section(stage: int, offload: Mapping[str, tuple[str, str | None]], *, save_16bit: bool) -> dict[str, Any]:
+    """The section "zero_optimization" as a strategy's arguments say.
+
+    Args:
+        stage: 1, 2 or 3.
+        offload: "optimizer" and "param" -> device ("none", "cpu", "nvme") and the folder for "nvme".
+        save_16bit: Stage 3: DeepSpeed gathers 16-bit weights when it saves a model itself.
+
+    Raises:
+        ValueError: For an unknown device, "nvme" without a folder, or parameters offloaded below stage 3.
+    """
+    zero: dict[str, Any] = {"stage": stage}
+    for role, (device, path) in offload.items():
+        argument = f"offload_{role}_device={device!r}"
+        if device not in ("none", "cpu", "nvme"):
+            raise ValueError(f"{argument}: use 'none', 'cpu' or 'nvme'")
+        if device == "none":
+            continue
+        if role == "param" and stage != 3:
+            raise ValueError(f"{argument} needs stage=3: only there are parameters sharded (stage={stage})")
+        zero[f"offload_{role}"] = {"device": device}
+        if device == "nvme":
+            if not path:
+                raise ValueError(f"{argument} needs offload_{role}_nvme_path, a folder on the device")
+            zero[f"offload_{role}"]["nvme_path"] = path
+    if stage == 3:
+        zero["stage3_gather_16bit_weights_on_model_save"] = save_16bit
+    return zero

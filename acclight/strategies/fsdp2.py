@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from accelerate.utils import FullyShardedDataParallelPlugin
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -15,23 +15,43 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
+from acclight.messages import warn
 from acclight.strategies import on_cpu
+from acclight.strategies.fields import Config, reads_config
+from acclight.strategies.first_rank import copy_from_first_rank, loaded_by_first_rank
 from acclight.strategies.strategy import Strategy, canonical_name
 from acclight.strategies.wrapping import POLICIES, choose_units, only_units
+
+#: What launch files and guides call a field.
+_ALIASES = {
+    "offload_params": "cpu_offload",
+    "transformer_layer_cls_to_wrap": "transformer_cls_names_to_wrap",
+    "transformer_cls_to_wrap": "transformer_cls_names_to_wrap",
+}
+_OBSOLETE = dict.fromkeys(
+    ("sharding_strategy", "backward_prefetch", "forward_prefetch", "use_orig_params", "sync_module_states",
+     "limit_all_gathers", "param_init_fn", "state_dict_config", "optim_state_dict_config"),
+    "it belongs to FSDP version 1",
+)  # fmt: skip
 
 
 class FSDP2Strategy(Strategy):
     """Shards the model with `torch.distributed.fsdp.fully_shard`.
 
     Args:
+        config: The fields below as a dict, or the path of a JSON or YAML file with them, a launch file of Accelerate's included;
+            arguments win. A leading "fsdp_" is accepted, and so are the names of launch files.
+        version: 2, the only one.
         reshard_after_forward: Free the gathered parameters after the forward and gather them again in the backward. Default True.
         cpu_offload: Keep shards and optimizer state on the CPU. Default False.
         mixed_precision_policy: torch's MixedPrecisionPolicy, a dict of its fields, or one type's name ("bf16") for parameters and
             reduction. Default: from the Trainer's precision, with gradients summed in float32 and outputs left as they are.
         auto_wrap_policy: "TRANSFORMER_BASED_WRAP" (default; one unit per transformer layer), "SIZE_BASED_WRAP" or "NO_WRAP".
-        transformer_cls_names_to_wrap: Class names of the layers. Default: `_no_split_modules` of the transformers models inside.
+        transformer_cls_names_to_wrap: Class names of the layers, a list or text with commas. Default: `_no_split_modules` of the
+            transformers models inside.
         min_num_params: Smallest unit of "SIZE_BASED_WRAP", in parameters that are in no smaller unit.
         activation_checkpointing: Recompute each unit's activations in the backward. Default False.
+        activation_checkpointing_offload: Keep each unit's input on the CPU until then. Default False.
         ignored_modules: Frozen modules, or a regular expression for their names, that stay whole on every rank.
         state_dict_type: "FULL_STATE_DICT" or "SHARDED_STATE_DICT" (default): the form of exported weights.
         cpu_ram_efficient_loading: Only rank 0 holds real weights before they are sharded. Default False.
@@ -42,22 +62,37 @@ class FSDP2Strategy(Strategy):
     accelerate_type = "FSDP"
     collective_forward = True
 
+    @reads_config(prefix="fsdp_", section="fsdp_config", aliases=_ALIASES, obsolete=_OBSOLETE)
     def __init__(
         self,
+        config: Config | None = None,
         *,
+        version: int = 2,
         reshard_after_forward: bool = True,
         cpu_offload: bool = False,
         mixed_precision_policy: MixedPrecisionPolicy | Mapping[str, Any] | str | None = None,
         auto_wrap_policy: str = "TRANSFORMER_BASED_WRAP",
-        transformer_cls_names_to_wrap: Sequence[str] | None = None,
+        transformer_cls_names_to_wrap: Sequence[str] | str | None = None,
         min_num_params: int | None = None,
         activation_checkpointing: bool = False,
+        activation_checkpointing_offload: bool = False,
         ignored_modules: Iterable[nn.Module] | str | None = None,
         state_dict_type: str = "SHARDED_STATE_DICT",
         cpu_ram_efficient_loading: bool = False,
         timeout: float = 1800.0,
     ) -> None:
         super().__init__(timeout=timeout)
+        if int(version) != 2:
+            raise ValueError(
+                f"FSDP version {version} cannot be used: acclight runs FSDP2 alone (version 1's flat parameters cannot be saved "
+                "by name); set version=2, or convert a launch file with `accelerate to-fsdp2`"
+            )
+        if activation_checkpointing_offload and not activation_checkpointing:
+            raise ValueError("activation_checkpointing_offload=True needs activation_checkpointing=True")
+        if state_dict_type.upper() not in ("FULL_STATE_DICT", "SHARDED_STATE_DICT"):
+            raise ValueError(f"state_dict_type={state_dict_type!r}: choose FULL_STATE_DICT or SHARDED_STATE_DICT")
+        if isinstance(transformer_cls_names_to_wrap, str):
+            transformer_cls_names_to_wrap = transformer_cls_names_to_wrap.split(",")
         if auto_wrap_policy.upper() not in POLICIES:
             raise ValueError(f"auto_wrap_policy={auto_wrap_policy!r}: choose one of {', '.join(POLICIES)}")
         if auto_wrap_policy.upper() == "SIZE_BASED_WRAP" and not min_num_params:
@@ -71,9 +106,11 @@ class FSDP2Strategy(Strategy):
         )
         self.min_num_params = min_num_params
         self.activation_checkpointing = activation_checkpointing
+        self.activation_checkpointing_offload = activation_checkpointing_offload
         self.ignored_modules = ignored_modules
-        self.state_dict_type = state_dict_type
+        self.state_dict_type = state_dict_type.upper()
         self.cpu_ram_efficient_loading = cpu_ram_efficient_loading
+        self._on_cpu = False
 
     def environment(self) -> dict[str, str | None]:
         # Accelerate reads its own plugin from these where an argument is None; the strategy has read them already.
@@ -95,6 +132,7 @@ class FSDP2Strategy(Strategy):
                 transformer_cls_names_to_wrap=self.transformer_cls_names_to_wrap,
                 min_num_params=self.min_num_params,
                 activation_checkpointing=self.activation_checkpointing,
+                activation_checkpointing_offload=self.activation_checkpointing_offload,
                 ignored_modules=self.ignored_modules,
                 state_dict_type=self.state_dict_type,
                 cpu_ram_efficient_loading=self.cpu_ram_efficient_loading,
@@ -110,6 +148,7 @@ class FSDP2Strategy(Strategy):
             self._optimizers = [accelerator.prepare_optimizer(optimizer) for optimizer in optimizers]
             return self.wrapped
         self._refuse_scalars(module)
+        self._check_checkpointing(module)
         ignored = self._ignored(module)
         units = choose_units(
             module, self.auto_wrap_policy, self.transformer_cls_names_to_wrap, self.min_num_params or 0
@@ -120,10 +159,11 @@ class FSDP2Strategy(Strategy):
         plugin.mixed_precision_policy = self._policy(module)
         plugin.ignored_modules = ignored or None
         if not self.cpu_ram_efficient_loading:
-            _copy_from_first_rank(step_module)
+            copy_from_first_rank(step_module)
         # Evaluation has no optimizer, and Accelerate shards only a pair: one that never steps makes the pair.
         stand_in = [] if optimizers else [torch.optim.SGD(step_module.parameters(), lr=0.0)]
-        with only_units(units):
+        loading = loaded_by_first_rank(step_module) if self.cpu_ram_efficient_loading else nullcontext()
+        with only_units(units), loading:
             super().prepare(accelerator, step_module, [*optimizers, *stand_in])
         if stand_in:
             self._optimizers = []
@@ -136,6 +176,20 @@ class FSDP2Strategy(Strategy):
                     f"FSDP2 cannot shard the scalar parameter {canonical_name(name)!r}: make it nn.Parameter(torch.zeros(1)), "
                     "of shape (1,), or use the strategy 'ddp'"
                 )
+
+    def _check_checkpointing(self, module: nn.Module) -> None:
+        own = next((n for n, part in module.named_modules() if getattr(part, "gradient_checkpointing", False)), None)
+        if own is None:
+            return
+        if self.activation_checkpointing:
+            raise ValueError(
+                "activation checkpointing is asked for twice: by FSDP2Strategy(activation_checkpointing=True), and by the model "
+                f"({own!r} has gradient_checkpointing on); keep the strategy's"
+            )
+        warn(
+            f"FSDP2: {own!r} recomputes its activations by itself (gradient_checkpointing), so that each unit is gathered once "
+            "more in the backward; FSDP2Strategy(activation_checkpointing=True) instead avoids that"
+        )
 
     def _ignored(self, module: nn.Module) -> list[nn.Module]:
         """The modules that stay whole; their parameters must be frozen, because nobody averages their gradients."""
@@ -241,15 +295,6 @@ class FSDP2Strategy(Strategy):
 
     def summary(self) -> str:
         return f"fsdp2 ({self.auto_wrap_policy.lower()}, reshard_after_forward={self.reshard_after_forward})"
-
-
-def _copy_from_first_rank(module: nn.Module) -> None:
-    """Gives every rank rank 0's weights: `fully_shard` cuts what it finds, and ranks that were not seeded alike differ."""
-    if dist.get_world_size() == 1:
-        return
-    for tensor in (*module.parameters(), *module.buffers()):
-        if not isinstance(tensor, DTensor) and not tensor.is_meta:
-            dist.broadcast(tensor.detach(), src=0)
 
 
 def _read_policy(given: MixedPrecisionPolicy | Mapping[str, Any] | str | None) -> MixedPrecisionPolicy | None:

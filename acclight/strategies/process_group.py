@@ -31,6 +31,19 @@ def default_backend(device_type: str) -> str:
     return f"{device_type}:{native},cpu:gloo" if native else "gloo"
 
 
+def check_backend(backend: str) -> None:
+    """Raises ValueError for a backend that this torch, or a group that exists already, does not have; it names one that is."""
+    there = [
+        name for name in ("nccl", "gloo", "mpi", "xccl", "hccl", "cncl", "mccl") if dist.is_backend_available(name)
+    ]
+    if backend not in there:
+        raise ValueError(f"backend={backend!r} is not available here; use {' or '.join(map(repr, there))}")
+    if dist.is_initialized() and backend not in dist.get_backend_config():
+        raise ValueError(
+            f"backend={backend!r}, but this process is in a group with {dist.get_backend_config()!r} already: give no backend"
+        )
+
+
 def join(backend: str, timeout: timedelta) -> None:
     """Joins the launcher's group, or makes a group of one where nothing was launched. Does nothing when already in one.
 

@@ -6,20 +6,27 @@ import difflib
 import os
 from typing import Any
 
-from acclight.strategies.ddp import DDPStrategy
-from acclight.strategies.deepspeed import DeepSpeedStrategy
-from acclight.strategies.fsdp2 import FSDP2Strategy
-from acclight.strategies.single import SingleDeviceStrategy
+from acclight import strategies
+from acclight.messages import info
 from acclight.strategies.strategy import Strategy
 
-_NAMES: dict[str, Any] = {
-    "single": SingleDeviceStrategy,
-    "ddp": DDPStrategy,
-    "fsdp2": FSDP2Strategy,
-    "deepspeed_stage_1": lambda: DeepSpeedStrategy(stage=1),
-    "deepspeed_stage_2": lambda: DeepSpeedStrategy(stage=2),
-    "deepspeed_stage_3": lambda: DeepSpeedStrategy(stage=3),
+_CLASSES = {
+    "single": "SingleDeviceStrategy",
+    "ddp": "DDPStrategy",
+    "fsdp2": "FSDP2Strategy",
+    "deepspeed": "DeepSpeedStrategy",
 }
+_NAMES: dict[str, tuple[str, dict[str, Any]]] = {
+    "single": ("single", {}),
+    "ddp": ("ddp", {}),
+    "fsdp2": ("fsdp2", {}),
+    **{f"deepspeed_stage_{stage}": ("deepspeed", {"stage": stage}) for stage in (1, 2, 3)},
+}
+
+
+def _class_of(kind: str) -> type[Strategy]:
+    """Imported only now: a run needs one of them."""
+    return getattr(strategies, _CLASSES[kind])  # type: ignore[no-any-return]
 
 
 def resolve_strategy(strategy: str | Strategy) -> Strategy:
@@ -37,31 +44,31 @@ def resolve_strategy(strategy: str | Strategy) -> Strategy:
     elif strategy == "auto":
         return _from_launch(launch)
     elif strategy in _NAMES:
-        if launch == _NAMES_TO_KIND[strategy] and launch in ("fsdp2", "deepspeed"):
+        kind, fields = _NAMES[strategy]
+        if launch == kind and launch in ("fsdp2", "deepspeed"):
             chosen = _from_launch(launch)
             if chosen.name != strategy:
                 raise ValueError(
                     f"strategy={strategy!r}, but the launcher set up {chosen.name!r}: change one of them, or use strategy='auto'"
                 )
         else:
-            chosen = _NAMES[strategy]()
+            chosen = _class_of(kind)(**fields)
     else:
         near = difflib.get_close_matches(strategy, ["auto", *_NAMES], n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
+        hint = f"; did you mean {near[0]!r}?" if near else "."
         raise ValueError(f"strategy={strategy!r} is unknown{hint} Known are: {', '.join(['auto', *_NAMES])}")
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if launch in ("fsdp2", "deepspeed") and chosen.kind != launch:
         raise ValueError(
             f"strategy={chosen.name!r}, but the launcher set up {launch!r}: change one of them, or use strategy='auto'"
         )
+    if isinstance(strategy, Strategy) and launch in ("fsdp2", "deepspeed"):
+        _complete_from_launch(strategy)
     if chosen.kind == "single" and world > 1:
         raise ValueError(
             f"strategy='single', but the launcher started {world} processes: start one, or use strategy='ddp'"
         )
     return chosen
-
-
-_NAMES_TO_KIND = {name: name.partition("_stage")[0] for name in _NAMES}
 
 
 def launched_kind() -> str | None:
@@ -76,56 +83,75 @@ def launched_kind() -> str | None:
 
 
 def _from_launch(kind: str | None) -> Strategy:
-    if kind == "deepspeed":
-        return _launched_deepspeed()
     if kind == "fsdp2":
-        return _launched_fsdp()
-    return DDPStrategy() if kind == "ddp" else SingleDeviceStrategy()
+        return _class_of(kind)(**_launched_fsdp())
+    if kind == "deepspeed":
+        return _with_launched_clip(_class_of(kind)(**_launched_deepspeed()))
+    return _class_of(kind or "single")()
 
 
-def _launched_fsdp() -> FSDP2Strategy:
-    if os.environ.get("FSDP_VERSION", "1") != "2":
-        raise ValueError(
-            "the launch file asks for FSDP version 1, which acclight does not run (its flat parameters cannot be saved by name): "
-            "set fsdp_version: 2, or convert the file with `accelerate to-fsdp2`"
-        )
-    policy = os.environ.get("FSDP_AUTO_WRAP_POLICY", "TRANSFORMER_BASED_WRAP")
-    layers = os.environ.get("FSDP_TRANSFORMER_CLS_TO_WRAP")
-    return FSDP2Strategy(
-        reshard_after_forward=_flag("FSDP_RESHARD_AFTER_FORWARD", default=True),
-        cpu_offload=_flag("FSDP_OFFLOAD_PARAMS"),
-        auto_wrap_policy=policy,
-        transformer_cls_names_to_wrap=layers.split(",") if layers else None,
-        min_num_params=int(os.environ["FSDP_MIN_NUM_PARAMS"]) if "FSDP_MIN_NUM_PARAMS" in os.environ else None,
-        activation_checkpointing=_flag("FSDP_ACTIVATION_CHECKPOINTING"),
-        ignored_modules=os.environ.get("FSDP_IGNORED_MODULES"),
-        state_dict_type=os.environ.get("FSDP_STATE_DICT_TYPE", "SHARDED_STATE_DICT"),
-        cpu_ram_efficient_loading=_flag("FSDP_CPU_RAM_EFFICIENT_LOADING"),
-    )
+def _complete_from_launch(strategy: Strategy) -> None:
+    """Gives a script's strategy the launcher's fields where the script says nothing; where both do, the script wins."""
+    launched = _launched_fsdp() if strategy.kind == "fsdp2" else _launched_deepspeed()
+    launched.pop("version", None)
+    given = dict(strategy.given_fields)
+    for name in given.keys() & launched.keys():
+        if given[name] != launched[name]:
+            info(f"{name}={given[name]!r} of the script's strategy wins over {launched[name]!r} of the launcher")
+    if type(strategy) is _class_of(strategy.kind):
+        type(strategy).__init__(strategy, **{**launched, **given})
+    _with_launched_clip(strategy)
 
 
-def _launched_deepspeed() -> DeepSpeedStrategy:
-    def text(name: str) -> str | None:
-        value = os.environ.get(f"ACCELERATE_DEEPSPEED_{name}")
-        return None if value in (None, "none", "None", "") else value
-
-    init = text("ZERO3_INIT")
+def _with_launched_clip(strategy: Strategy) -> Strategy:
     clip = os.environ.get("ACCELERATE_GRADIENT_CLIPPING", "auto")
-    strategy = DeepSpeedStrategy(
-        stage=int(text("ZERO_STAGE") or 2),
-        offload_optimizer_device=text("OFFLOAD_OPTIMIZER_DEVICE") or "none",
-        offload_param_device=text("OFFLOAD_PARAM_DEVICE") or "none",
-        offload_optimizer_nvme_path=text("OFFLOAD_OPTIMIZER_NVME_PATH"),
-        offload_param_nvme_path=text("OFFLOAD_PARAM_NVME_PATH"),
-        zero3_init_flag=None if init is None else init.lower() == "true",
-        zero3_save_16bit_model=_flag("ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL"),
-        ds_config=text("CONFIG_FILE"),
-    )
-    if clip != "auto":
+    if strategy.kind == "deepspeed" and strategy.configured_clip is None and clip != "auto":
         strategy.configured_clip = float(clip)
     return strategy
 
 
-def _flag(name: str, *, default: bool = False) -> bool:
+def _launched_fsdp() -> dict[str, Any]:
+    """The fields of FSDP2Strategy that the launcher has put into the environment."""
+    fields: dict[str, Any] = {
+        "version": int(os.environ.get("FSDP_VERSION", "1")),
+        "reshard_after_forward": _flag("FSDP_RESHARD_AFTER_FORWARD"),
+        "cpu_offload": _flag("FSDP_OFFLOAD_PARAMS"),
+        "auto_wrap_policy": os.environ.get("FSDP_AUTO_WRAP_POLICY"),
+        "transformer_cls_names_to_wrap": os.environ.get("FSDP_TRANSFORMER_CLS_TO_WRAP"),
+        "activation_checkpointing": _flag("FSDP_ACTIVATION_CHECKPOINTING"),
+        "activation_checkpointing_offload": _flag("FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD"),
+        "ignored_modules": os.environ.get("FSDP_IGNORED_MODULES"),
+        "state_dict_type": os.environ.get("FSDP_STATE_DICT_TYPE"),
+        "cpu_ram_efficient_loading": _flag("FSDP_CPU_RAM_EFFICIENT_LOADING"),
+    }
+    if (fields["auto_wrap_policy"] or "").upper() == "SIZE_BASED_WRAP":
+        # The launcher always gives a number, which means nothing under another policy.
+        fields["min_num_params"] = int(os.environ.get("FSDP_MIN_NUM_PARAMS", "0"))
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def _launched_deepspeed() -> dict[str, Any]:
+    """The fields of DeepSpeedStrategy that the launcher has put into the environment."""
+
+    def text(name: str) -> str | None:
+        value = os.environ.get(f"ACCELERATE_DEEPSPEED_{name}")
+        return None if value in (None, "none", "None", "") else value
+
+    stage = text("ZERO_STAGE")
+    fields: dict[str, Any] = {
+        "stage": None if stage is None else int(stage),
+        "offload_optimizer_device": text("OFFLOAD_OPTIMIZER_DEVICE"),
+        "offload_param_device": text("OFFLOAD_PARAM_DEVICE"),
+        "offload_optimizer_nvme_path": text("OFFLOAD_OPTIMIZER_NVME_PATH"),
+        "offload_param_nvme_path": text("OFFLOAD_PARAM_NVME_PATH"),
+        "zero3_init_flag": _flag("ACCELERATE_DEEPSPEED_ZERO3_INIT"),
+        "zero3_save_16bit_model": _flag("ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL"),
+        "transformer_moe_cls_names": text("MOE_LAYER_CLS_NAMES"),
+        "ds_config": text("CONFIG_FILE"),
+    }
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def _flag(name: str) -> bool | None:
     value = os.environ.get(name)
-    return default if value is None else value.strip().lower() in ("1", "true", "yes", "on")
+    return None if value is None else value.strip().lower() in ("1", "true", "yes", "on")

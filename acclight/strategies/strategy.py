@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 import torch
@@ -68,6 +69,12 @@ class Strategy:
     #: Accelerate's DistributedType under which this strategy runs; None for several.
     accelerate_type: ClassVar[str | None] = None
 
+    #: The fields that the script gave, by name; the others have their defaults.
+    given_fields: Mapping[str, Any] = MappingProxyType({})
+
+    #: The backend of torch.distributed that was asked for; None for the device's own.
+    backend: str | None = None
+
     #: Gradient clipping that a launch file, or the configuration of the strategy, asks for where the Trainer says nothing.
     configured_clip: float | None = None
     #: The precision in force; the core sets it.
@@ -104,14 +111,14 @@ class Strategy:
         """Keyword arguments for `accelerate.Accelerator`."""
         return {}
 
+    def check_window(self, *, accumulate: int, batch_size: int | None, world_size: int) -> None:
+        """Raises ValueError where the strategy's own configuration contradicts what makes up an optimizer step."""
+
     def check_accelerator(self, accelerator: Any) -> None:
         """Raises RuntimeError when Accelerate has set up another kind of training than this strategy's."""
         found = str(accelerator.distributed_type.value)
         if self.accelerate_type not in (None, found):
             raise RuntimeError(f"strategy {self.name!r} was asked for, but Accelerate set up {found!r}")
-
-    def check_window(self, *, accumulate: int, batch_size: int | None, world_size: int) -> None:
-        """Raises ValueError where the strategy's own configuration contradicts what makes up an optimizer step."""
 
     def init_context(self) -> AbstractContextManager[Any]:
         """The context in which `configure_model` creates parameters."""
@@ -119,7 +126,7 @@ class Strategy:
 
     # -- wrapping -----------------------------------------------------------------------------------------------------
 
-    def prepare(self, accelerator: Any, step_module: nn.Module, optimizers: Sequence[Optimizer]) -> nn.Module:
+    def prepare(self, accelerator: Any, step_module: nn.Module, optimizers: Sequence[Optimizer]) -> Callable[..., Any]:
         """Wraps the model and binds the optimizers to what it holds afterwards; returns what the loop calls."""
         self.step_module = step_module
         self._scaler = accelerator.scaler

@@ -1,0 +1,86 @@
+"""A strategy's fields from arguments, a dict, or a JSON or YAML file, under this project's names or Accelerate's."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import inspect
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+from acclight.messages import warn
+
+Config = Mapping[str, Any] | str | Path
+_Init = TypeVar("_Init", bound=Callable[..., None])
+
+
+def reads_config(
+    prefix: str,
+    section: str,
+    aliases: Mapping[str, str] | None = None,
+    obsolete: Mapping[str, str] | None = None,
+    whole: tuple[str, str] | None = None,
+) -> Callable[[_Init], _Init]:
+    """Makes an `__init__` whose first parameter is `config` take its other arguments from there, too.
+
+    Args:
+        prefix: Is taken away from names that have it.
+        section: In a launch file of Accelerate's, the part that holds the fields.
+        aliases: Other names of fields -> the name of the argument.
+        obsolete: Names that are accepted and have no effect -> why, which is said.
+        whole: A key by which `config` is known to be something else, and the argument that takes that as it is.
+    """
+
+    def decorate(init: _Init) -> _Init:
+        known = list(inspect.signature(init).parameters)[2:]
+
+        def rename(owner: str, values: Mapping[str, Any]) -> dict[str, Any]:
+            renamed: dict[str, Any] = {}
+            for given, value in values.items():
+                name = given.removeprefix(prefix)
+                name = (aliases or {}).get(name, name)
+                if name in (obsolete or {}):
+                    if value not in (None, False):
+                        warn(f"{owner}: {given}={value!r} has no effect: {(obsolete or {})[name]}")
+                    continue
+                if name not in known:
+                    near = difflib.get_close_matches(name, [*known, *(aliases or {})], n=1)
+                    hint = f"; did you mean {near[0]!r}?" if near else f"; it takes {', '.join(known)}"
+                    raise ValueError(f"{owner} has no field {given!r}{hint}")
+                renamed[name] = value
+            return renamed
+
+        @functools.wraps(init)
+        def read(self: Any, config: Config | None = None, **fields: Any) -> None:
+            owner = type(self).__name__
+            loaded = _load(owner, config, section)
+            if whole is not None and whole[0] in loaded:
+                loaded = {whole[1]: loaded}
+            self.given_fields = {**rename(owner, loaded), **rename(owner, fields)}
+            init(self, **self.given_fields)
+
+        return read  # type: ignore[return-value]
+
+    return decorate
+
+
+def _load(owner: str, config: Config | None, section: str) -> Mapping[str, Any]:
+    if config is None:
+        return {}
+    if not isinstance(config, Mapping):
+        path = Path(config)
+        if not path.is_file():
+            raise ValueError(f"{owner}({str(config)!r}): there is no such file; give a dict, or a JSON or YAML file")
+        text = path.read_text(encoding="utf-8")
+        if path.suffix == ".json":
+            config = json.loads(text)
+        else:
+            import yaml
+
+            config = yaml.safe_load(text)
+        if not isinstance(config, Mapping):
+            raise ValueError(f"{owner}({str(path)!r}): the file holds a {type(config).__name__}, not names with values")
+    held = config.get(section)
+    return held if isinstance(held, Mapping) else config
