@@ -526,10 +526,14 @@ class Trainer:
         before, move, after = self._transfers
         return after(move(before(batch, dataloader_idx), self.core.device, dataloader_idx), dataloader_idx)
 
-    def show(self, shown: Shown) -> None:
-        """Hands reduced values to callbacks, progress display and loggers."""
+    def publish(self, shown: Shown) -> None:
+        """Hands reduced values to callbacks and the progress display."""
         self.callback_metrics.update({name: torch.tensor(value) for name, value in shown.callback.items()})
         self._shown_in_progress.update(shown.prog_bar)
+
+    def show(self, shown: Shown) -> None:
+        """Hands reduced values to callbacks, progress display and loggers."""
+        self.publish(shown)
         if self.sanity_checking:
             return
         self.logged_metrics.update(shown.logger)

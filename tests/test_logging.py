@@ -424,18 +424,64 @@ def test_the_mean_of_an_epoch_goes_on_in_the_next_fit_and_not_with_another_modul
     trainer.validate(module, ids(4, 1))
     trainer.max_steps = 4
     trainer.fit(module, ids(4, 1))
-    assert rows.of("x") == [(4, 1.5)]
+    # What was trained so far, then the whole epoch of 0, 1, 2, 3.
+    assert rows.of("x") == [(2, 0.5), (4, 1.5)]
     # From a checkpoint only what comes after it is known.
     trainer.max_steps = 6
     trainer.fit(module, ids(4, 1))
     trainer.max_steps = 4
     trainer.fit(module, ids(4, 1), ckpt_path=tmp_path / "saved")
-    assert rows.of("x") == [(4, 1.5), (4, 2.5)]
+    assert rows.of("x")[2:] == [(6, 0.5), (4, 2.5)]
     trainer.max_steps = 6
     trainer.fit(module, ids(4, 1))
     trainer.max_steps, trainer.max_epochs = -1, 1
     trainer.fit(Logs(training_step=log), ids(4, 1))
-    assert rows.of("x")[2:] == [(4, 1.5)]
+    assert rows.of("x")[4:] == [(6, 0.5), (4, 1.5)]
+
+
+class Looks(Callback):
+    """What callbacks find where Lightning's find it."""
+
+    def __init__(self) -> None:
+        self.found: list[tuple[str, dict[str, float]]] = []
+
+    def look(self, where: str, trainer: Trainer) -> None:
+        self.found.append((where, {name: float(value) for name, value in trainer.callback_metrics.items()}))
+
+    def on_validation_epoch_end(self, trainer: Trainer, module: TrainModule) -> None:
+        self.look("validation", trainer)
+
+    def on_train_epoch_end(self, trainer: Trainer, module: TrainModule) -> None:
+        self.look("train", trainer)
+
+
+@on_two_ranks
+def test_the_last_hooks_of_an_epoch_find_its_values() -> None:
+    def late(module: Logs) -> None:
+        module.log("late", 7.0)
+
+    looks = Looks()
+    module = Logs(
+        training_step=lambda m, batch, i: (m.log("loss", batch.mean()), m.log("x", batch.mean(), on_epoch=True)),
+        validation_step=lambda m, batch, *_: (m.acc.update(batch), m.log("v", batch.mean()), m.log("acc", m.acc)),
+        on_train_epoch_end=late,
+    )
+    module.acc = torchmetrics.MeanMetric()
+    rows = Rows()
+    trainer = quiet_trainer(
+        strategy="ddp", max_epochs=2, callbacks=looks, logger=rows, log_every_n_steps=50, num_sanity_val_steps=0
+    )
+    trainer.fit(module, ids(8, 1), ids(4, 1))
+    first, second = looks.found[1][1], looks.found[3][1]
+    # Ids 0 to 7, each once; and the validation's 0 to 3.
+    assert (first["x"], first["x_epoch"], first["v"], first["acc"]) == (3.5, 3.5, 1.5, 1.5)
+    assert looks.found[0][1]["v"] == looks.found[0][1]["acc"] == 1.5
+    assert 0 <= first["loss"] <= 7, "the last step's, though its interval has not come"
+    assert "late" not in first
+    assert second["x"] == 3.5
+    assert second["late"] == 7.0
+    assert trainer.callback_metrics["late"] == 7.0
+    assert not trainer.is_global_zero or rows.of("loss") == [], "loggers keep to log_every_n_steps"
 
 
 def test_two_hooks_cannot_show_one_name_at_once() -> None:

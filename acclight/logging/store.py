@@ -52,6 +52,9 @@ class MetricStore:
         self._step_shown = False
         #: Values of torchmetrics objects that were computed when an evaluation loader had ended.
         self._computed: dict[Key, float] = {}
+        #: What was reduced of an epoch before its last hooks, and the torchmetrics objects that begin anew after them.
+        self._early: list[tuple[Reduced, float]] = []
+        self._counted: list[Any] = []
         #: Batches of the evaluation that runs, by loader, as far as this rank knows.
         self._lengths: dict[str, int] = {}
         self._loader: int | None = None
@@ -141,6 +144,7 @@ class MetricStore:
             yield
         finally:
             self._here, self.muted, self._computed = _OUTSIDE, False, {}
+            self._early, self._counted = [], []
             self._leave_loader()
 
     def begin_loader(self, name: str, position: int) -> None:
@@ -172,6 +176,7 @@ class MetricStore:
         if several and suffix and "torchmetrics" in sys.modules:
             own = [key for key, _, meter in self._entries(stage) if meter.metric is not None and key.suffix == suffix]
             self._computed |= self._compute(self._reducer.keys(own))
+            self._begin_counted_anew()
 
     # -- self.log ---------------------------------------------------------------------------------------------------------
 
@@ -319,30 +324,58 @@ class MetricStore:
                 shown.put(entry, entry.value, "step")
         return shown
 
-    def show_epoch(self, stage: str = "train", *, rehearsal: bool = False) -> Shown:
+    def show_epoch_so_far(self, stage: str = "train") -> Shown:
+        """The values of the epoch, or of the evaluation, before its last hooks, which may log more. A collective."""
+        self._early = self._reduce_epoch(stage, {})
+        return self._shown(self._early)
+
+    def show_epoch(self, stage: str = "train", *, rehearsal: bool = False, goes_on: bool = False) -> Shown:
         """The values of the epoch, or of the evaluation, over all ranks; afterwards they begin anew. A collective.
 
         Args:
             stage: "train", "validation" or "test".
             rehearsal: The batches of this evaluation are not counted.
+            goes_on: The epoch was cut short, and a later fit trains the rest of it: what its batches logged does not begin
+                anew.
         """
-        meters = {key: (flags, meter) for key, flags, meter in self._entries(stage) if meter.used}
-        own = {key: (flags, m.epoch) for key, (flags, m) in meters.items() if key.on_epoch or stage != "train"}
+        known = {entry.key: value for entry, value in self._early}
+        reduced = [*self._early, *self._reduce_epoch(stage, known)]
+        shown = self._shown(reduced)
+        meters = {key: meter for key, _, meter in self._entries(stage) if meter.used}
+        entries = [entry for entry, _ in reduced]
+        if stage != "train" and any(entry.key.on_step for entry in entries):
+            self._show_series(stage, shown, meters, entries, rehearsal)
+        if goes_on:
+            self._counted = []
+        self._begin_counted_anew()
+        for key, meter in meters.items():
+            if goes_on and key in known:
+                continue
+            if meter.metric is not None:
+                _begin_anew(meter.metric)
+            meter.begin_epoch()
+        self._early = []
+        return shown
+
+    def _reduce_epoch(self, stage: str, known: dict[Key, float]) -> list[tuple[Reduced, float]]:
+        """What was logged, on any rank, but for what is known already."""
+        own = {
+            key: (flags, meter.epoch)
+            for key, flags, meter in self._entries(stage)
+            if meter.used and key not in known and (key.on_epoch or stage != "train")
+        }
         entries = [entry for entry in self._reducer.values(stage, own) if entry.value is not None]
         metrics = {e.key: e.everywhere for e in entries if e.key.metric is not None and e.key.on_epoch}
         computed = self._computed | self._compute(
             {k: all_ranks for k, all_ranks in metrics.items() if k not in self._computed}
         )
+        return [(entry, computed.get(entry.key, entry.value)) for entry in entries if entry.value is not None]
+
+    def _shown(self, reduced: list[tuple[Reduced, float]]) -> Shown:
         shown = Shown()
-        for entry in entries:
-            if entry.key.on_epoch and entry.value is not None:
-                shown.put(entry, computed.get(entry.key, entry.value), "epoch")
-        if stage != "train" and any(entry.key.on_step for entry in entries):
-            self._show_series(stage, shown, {key: m for key, (_, m) in meters.items()}, entries, rehearsal)
-        for _, meter in meters.values():
-            if meter.metric is not None:
-                _begin_anew(meter.metric)
-            meter.begin_epoch()
+        for entry, value in reduced:
+            if entry.key.on_epoch:
+                shown.put(entry, value, "epoch")
         return shown
 
     def _show_series(
@@ -362,7 +395,7 @@ class MetricStore:
                 self._batches_shown[stage + suffix] = self._batches_shown.get(stage + suffix, 0) + length
 
     def _compute(self, keys: dict[Key, bool]) -> dict[Key, float]:
-        """The values of torchmetrics objects over all ranks, for the same keys on each; then the objects begin anew.
+        """The values of torchmetrics objects over all ranks, for the same keys on each; the objects are due to begin anew.
 
         Args:
             keys: And whether every rank has logged them: one that had no data has not.
@@ -378,9 +411,13 @@ class MetricStore:
         objects = {key: own[key] if key in own else module.get_submodule(key.metric) for key in keys}
         with exact_over_ranks(list(objects.values()), self._ranks.gather_objects):
             values = {key: compute(key.name, metric) for key, metric in objects.items()}
-        for metric in objects.values():
-            _begin_anew(metric)
+        self._counted += objects.values()
         return values
+
+    def _begin_counted_anew(self) -> None:
+        for metric in self._counted:
+            _begin_anew(metric)
+        self._counted = []
 
     def live(self) -> dict[str, float]:
         """This process's newest values of the keys in the progress display. Reading them waits for the device."""

@@ -61,6 +61,7 @@ def evaluate(trainer: Trainer, stage: str, loaders: dict[str, EvalData]) -> Show
                 trainer.batch_indices = None
                 metrics.end_loader(stage, several=several)
                 warn_if_empty(trainer, stage, name, data, read)
+            trainer.publish(metrics.show_epoch_so_far(stage))
             for call in getattr(hooks, f"on_{stage}_epoch_end"):
                 call()
             core.strategy.settle()

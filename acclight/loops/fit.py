@@ -51,7 +51,7 @@ class FitLoop:
         self.started = time.monotonic()
         self.agreement = Agreement()
         self.watch = SignalWatch(signal.SIGTERM)
-        self.stop_agreed = self.time_over = False
+        self.stop_agreed = self.time_over = self.warned_of_no_loss = False
         #: The signal that ended the run early, once all ranks have agreed.
         self.preempted: signal.Signals | None = None
 
@@ -165,9 +165,10 @@ class FitLoop:
         trainer, progress, hooks = self.trainer, self.progress, self.trainer.hooks
         if whole and self.validation.due_at_epoch_end():
             self.validation.run()
+        trainer.publish(trainer.metrics.show_epoch_so_far())
         for call in hooks.on_train_epoch_end:
             call()
-        trainer.show(trainer.metrics.show_epoch())
+        trainer.show(trainer.metrics.show_epoch(goes_on=not whole))
         if whole:
             step_epoch_schedulers(trainer)
         progress.epoch_done = whole
@@ -179,9 +180,17 @@ class FitLoop:
         """A validation comes right after the step that has just been done."""
         return self.validation.due_after_step() or (self.epoch_exhausted() and self.validation.due_at_epoch_end())
 
-    def epoch_exhausted(self) -> bool:
-        """Every batch of this epoch was trained on."""
-        return self.data.num_batches is not None and self.data.batches_done >= self.data.num_batches
+    def looked_at_after(self, batches: int) -> bool:
+        """Whether a validation, or the end of an epoch or of all steps, comes after a step on so many batches.
+
+        Callbacks look at metrics there, and find the values of that step, whatever the loggers' interval.
+        """
+        last = self.progress.global_step + 1 == self.trainer.max_steps
+        return last or self.epoch_exhausted(batches) or self.validation.due_after_step(batches)
+
+    def epoch_exhausted(self, coming: int = 0) -> bool:
+        """Every batch of this epoch was trained on, or will be after so many more."""
+        return self.data.num_batches is not None and self.data.batches_done + coming >= self.data.num_batches
 
     # -- one window ---------------------------------------------------------------------------------------------------
 
@@ -220,7 +229,8 @@ class FitLoop:
         """Trains on one window and counts its step; True when the module asked to leave out the rest of the epoch."""
         trainer, core, hooks, metrics = self.trainer, self.core, self.trainer.hooks, self.trainer.metrics
         values_shown = (self.progress.global_step + 1) % trainer.log_every_n_steps == 0
-        metrics.begin_window(shown=values_shown)
+        values_read = values_shown or self.looked_at_after(len(window))
+        metrics.begin_window(shown=values_read)
         self.in_window = True
         self.losses.begin(window)
         first, final = self.data.batches_done, len(window) - 1
@@ -268,8 +278,8 @@ class FitLoop:
         for call in hooks.on_train_batch_end:
             call(outputs, *arguments)
         metrics.end_window()
-        if values_shown:
-            trainer.show(metrics.show_step())
+        if values_read:
+            (trainer.show if values_shown else trainer.publish)(metrics.show_step())
         for call in hooks.on_step_last:
             call()
         return False
@@ -290,6 +300,12 @@ class FitLoop:
         """Steps every optimizer once; False when fp16 loss scaling skipped a step, None when no rank has a loss."""
         trainer, core, hooks = self.trainer, self.core, self.trainer.hooks
         if not self.losses.end():
+            if not self.warned_of_no_loss:
+                self.warned_of_no_loss = True
+                warn(
+                    "training_step returned None for all batches of a step on all ranks, which trains nothing; "
+                    "return the loss, unless that is meant"
+                )
             return None
         for position, optimizer in enumerate(trainer.optimizers):
             core.unscale(position)

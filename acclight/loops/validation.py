@@ -50,15 +50,19 @@ class FitValidation:
             )
         return max(1, int(steps * interval + 1e-9))  # 0.29 * 100 is 28.999999999999996
 
-    def due_after_step(self) -> bool:
-        """A validation belongs after the optimizer step that has just been done."""
+    def due_after_step(self, coming: int = 0) -> bool:
+        """A validation belongs after the optimizer step that has just been done, or after one to come.
+
+        Args:
+            coming: Batches of the step to come; 0 asks about the one that has just been done.
+        """
         trainer = self.trainer
         if not self.data or self.every_n_steps is None:
             return False
         if not self.counts_in_epoch:
-            return trainer.global_step % self.every_n_steps == 0
+            return (trainer.global_step + (coming > 0)) % self.every_n_steps == 0
         assert trainer.data is not None
-        steps = math.ceil(trainer.data.batches_done / trainer.accumulate_grad_batches)
+        steps = math.ceil((trainer.data.batches_done + coming) / trainer.accumulate_grad_batches)
         return steps % self.every_n_steps == 0 and self._epoch_is_due()
 
     def due_at_epoch_end(self) -> bool:
