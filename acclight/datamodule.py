@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
+
+from acclight.hyperparameters import Hyperparameters, choose, init_arguments
 
 if TYPE_CHECKING:
     from acclight.trainer import Trainer
@@ -16,6 +20,31 @@ class DataModule:
     """
 
     trainer: Trainer | None = None
+    _log_hparams: bool = True
+
+    @property
+    def hparams(self) -> Hyperparameters:
+        """What `save_hyperparameters` kept, by key or by attribute."""
+        own: Hyperparameters = self.__dict__.setdefault("_hparams", Hyperparameters())
+        return own
+
+    def save_hyperparameters(self, *args: Any, ignore: str | Sequence[str] = (), logger: bool = True) -> None:
+        """Keeps the arguments of `__init__` in `hparams`, and shows them to the loggers beside the module's.
+
+        Args:
+            args: Names of arguments, or one mapping or Namespace that holds the hyper-parameters. Default: all arguments.
+            ignore: Names that are left out.
+            logger: Show them to the loggers. Default True.
+
+        Raises:
+            RuntimeError: Outside of `__init__`.
+            ValueError: For a name that is no argument.
+        """
+        frame = inspect.currentframe()
+        given = init_arguments(self, frame.f_back if frame is not None else None)
+        kept, _ = choose(given, args, (ignore,) if isinstance(ignore, str) else tuple(ignore))
+        self.hparams.update(kept)
+        self._log_hparams = logger
 
     def prepare_data(self) -> None:
         """Downloads, tokenizes, writes to disk; one process per machine. Keep no state on `self`: other ranks do not see it."""

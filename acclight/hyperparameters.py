@@ -88,6 +88,20 @@ def choose(
     return {name: value for name, value in chosen.items() if name not in ignore}, holder
 
 
+def storable(hparams: Mapping[str, Any]) -> dict[str, Any]:
+    """Those that checkpoints and loggers can hold: plain values, paths, and lists and mappings of them."""
+    from acclight.checkpoint.values import encode
+
+    kept = {}
+    for name, value in hparams.items():
+        try:
+            encode(value, name, {})
+        except TypeError:
+            continue
+        kept[name] = value
+    return kept
+
+
 def _as_dict(value: Any) -> dict[str, Any]:
     if isinstance(value, Namespace):
         return dict(vars(value))

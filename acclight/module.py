@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from acclight.hyperparameters import Hyperparameters, choose, init_arguments, saved_arguments
+from acclight.hyperparameters import Hyperparameters, choose, init_arguments, saved_arguments, storable
 from acclight.logging.torchmetric import entries
 from acclight.messages import warn
 from acclight.module_hooks import ModuleHooks
@@ -387,16 +387,7 @@ class TrainModule(ModuleHooks):
     @property
     def storable_hparams(self) -> dict[str, Any]:
         """The hyper-parameters that checkpoints and loggers can hold: plain values, paths, and lists and mappings of them."""
-        from acclight.checkpoint.values import encode
-
-        storable = {}
-        for name, value in self.hparams.items():
-            try:
-                encode(value, name, {})
-            except TypeError:
-                continue
-            storable[name] = value
-        return storable
+        return storable(self.hparams)
 
     @classmethod
     def load_from_checkpoint(

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
-import functools
-import inspect
 import math
 import os
 import warnings
@@ -16,9 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from acclight import arguments
 from acclight.callback import Callback, Hooks, in_order, with_module_callbacks
 from acclight.checkpoint import snapshot
 from acclight.core import AcceleratorCore
+from acclight.hyperparameters import storable
 from acclight.logging import MetricStore, Shown
 from acclight.loops.evaluate import evaluate
 from acclight.loops.fit import FitLoop
@@ -43,21 +42,6 @@ if TYPE_CHECKING:
     from acclight.loggers import Logger
     from acclight.module import TrainModule
     from acclight.strategies import Strategy
-
-
-def _names_unknown_arguments(init: Callable[..., None]) -> Callable[..., None]:
-    known = list(inspect.signature(init).parameters)[1:]
-
-    @functools.wraps(init)
-    def checked(self: Any, *args: Any, **kwargs: Any) -> None:
-        for name in kwargs:
-            if name not in known:
-                near = difflib.get_close_matches(name, known, n=1)
-                hint = f"; did you mean {near[0]!r}?" if near else f"; it takes {', '.join(known)}"
-                raise TypeError(f"Trainer has no argument {name!r}{hint}")
-        init(self, *args, **kwargs)
-
-    return checked
 
 
 class Trainer:
@@ -102,7 +86,7 @@ class Trainer:
         ValueError: For a value that cannot be used.
     """
 
-    @_names_unknown_arguments
+    @arguments.checked
     def __init__(
         self,
         *,
@@ -110,7 +94,7 @@ class Trainer:
         precision: str | int | None = None,
         max_epochs: int | None = None,
         max_steps: int = -1,
-        max_time: timedelta | dict[str, int] | None = None,
+        max_time: timedelta | dict[str, int] | str | None = None,
         min_epochs: int | None = None,
         min_steps: int | None = None,
         accumulate_grad_batches: int = 1,
@@ -136,22 +120,8 @@ class Trainer:
         enable_checkpointing: bool = True,
         enable_model_summary: bool = True,
     ) -> None:
-        _at_least("accumulate_grad_batches", accumulate_grad_batches, 1)
-        _at_least("log_every_n_steps", log_every_n_steps, 1)
-        _at_least("check_val_every_n_epoch", check_val_every_n_epoch, 1)
-        _at_least("max_steps", max_steps, -1)
-        _at_least("num_sanity_val_steps", num_sanity_val_steps, -1)
-        if gradient_clip_algorithm not in ("norm", "value"):
-            raise ValueError(f"gradient_clip_algorithm={gradient_clip_algorithm!r}: use 'norm' or 'value'")
-        if gradient_clip_val is not None and gradient_clip_val < 0:
-            raise ValueError(f"gradient_clip_val={gradient_clip_val}: use 0 (no clipping) or more")
-        if isinstance(val_check_interval, float) and not 0.0 < val_check_interval <= 1.0:
-            raise ValueError(
-                f"val_check_interval={val_check_interval}: a float is a fraction of the epoch, in (0, 1]; "
-                "an int counts optimizer steps"
-            )
-        if isinstance(val_check_interval, int):
-            _at_least("val_check_interval", val_check_interval, 1)
+        if min_epochs is not None and max_epochs is not None and 0 <= max_epochs < min_epochs:
+            raise ValueError(f"min_epochs={min_epochs} contradicts max_epochs={max_epochs}; change one of them")
         if fast_dev_run:
             batches = int(fast_dev_run)
             limit_train_batches = limit_val_batches = limit_test_batches = limit_predict_batches = batches
@@ -161,7 +131,7 @@ class Trainer:
             max_epochs = -1 if max_steps >= 0 or max_time is not None else 1000
         self.max_epochs: int | None = max_epochs
         self.max_steps = max_steps
-        self.max_time = timedelta(**max_time) if isinstance(max_time, dict) else max_time
+        self.max_time = arguments.as_timedelta(max_time)
         self.min_epochs = min_epochs
         self.min_steps = min_steps
         self.accumulate_grad_batches = accumulate_grad_batches
@@ -242,9 +212,6 @@ class Trainer:
         self, given: Callback | Sequence[Callback] | None, progress: bool, checkpoints: bool, summary: bool
     ) -> list[Callback]:
         callbacks: list[Callback] = [] if given is None else [given] if isinstance(given, Callback) else list(given)
-        for callback in callbacks:
-            if not isinstance(callback, Callback):
-                raise TypeError(f"callbacks holds a {type(callback).__name__}, which is no acclight.Callback")
         if progress:
             from acclight.callbacks import Progress, default_progress
 
@@ -278,9 +245,11 @@ class Trainer:
             datamodule: Gives both loaders.
             ckpt_path: A checkpoint folder, "last" (the newest), "best", or "auto" (the newest good one, or a fresh start).
         """
-        if train_dataloaders is not None and datamodule is not None:
-            raise ValueError("fit was given both train_dataloaders and datamodule: give one of them")
-        module = unwrapped(module)
+        train_dataloaders, datamodule = arguments.loaders_and_datamodule(
+            "fit", "train_dataloaders", train_dataloaders, datamodule
+        )
+        arguments.check_ckpt_path(ckpt_path)
+        module = self._module_for("fit", module)
         with self._running("fit", module, datamodule):
             if self.manual_optimization:
                 check_manual(self)
@@ -353,6 +322,8 @@ class Trainer:
             What predict_step returned per batch, in the dataset's order, on every rank (a list per loader where there are
             several); None with `return_predictions=False`.
         """
+        dataloaders, datamodule = arguments.loaders_and_datamodule("predict", "dataloaders", dataloaders, datamodule)
+        arguments.check_ckpt_path(ckpt_path)
         with self._running("predict", self._module_for("predict", module), datamodule):
             self.eval_data = evaluation_data(self, "predict", self._eval_loaders("predict", dataloaders))
             self._prepare(training=False)
@@ -418,6 +389,21 @@ class Trainer:
         return self.core.global_rank
 
     @property
+    def local_rank(self) -> int:
+        """This process's number on its machine."""
+        return self.core.local_rank
+
+    @property
+    def num_nodes(self) -> int:
+        """The number of machines."""
+        return self.core.num_machines
+
+    @property
+    def precision(self) -> str:
+        """The precision in force, by its name."""
+        return str(self.core.precision)
+
+    @property
     def is_global_zero(self) -> bool:
         """This process is rank 0."""
         return self.core.is_global_zero
@@ -461,6 +447,11 @@ class Trainer:
         return self.metrics.pending_names()
 
     @property
+    def logger(self) -> Logger | None:
+        """The first logger, or None; Lightning's name."""
+        return self.loggers[0] if self.loggers else None
+
+    @property
     def log_dir(self) -> Path | None:
         """The folder of this run: the first logger's that has one, else default_root_dir."""
         return next((one.log_dir for one in self.loggers if one.log_dir is not None), self.default_root_dir)
@@ -471,6 +462,38 @@ class Trainer:
         from acclight.callbacks import ModelCheckpoint
 
         return next((c for c in self.callbacks if isinstance(c, ModelCheckpoint)), None)
+
+    @property
+    def early_stopping_callback(self) -> Any:
+        """The first EarlyStopping, or None."""
+        from acclight.callbacks import EarlyStopping
+
+        return next((c for c in self.callbacks if isinstance(c, EarlyStopping)), None)
+
+    @property
+    def training(self) -> bool:
+        """Fit runs, and no validation of it."""
+        return self.state == "fit" and not self.validating
+
+    @property
+    def testing(self) -> bool:
+        """Test runs."""
+        return self.state == "test"
+
+    @property
+    def predicting(self) -> bool:
+        """Predict runs."""
+        return self.state == "predict"
+
+    @property
+    def is_last_batch(self) -> bool:
+        """In training: no other batch comes in this epoch; False for a loader of unknown length."""
+        return self._loop is not None and self._loop.at_last_batch
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        """`print` on rank 0."""
+        if self.is_global_zero:
+            print(*args, **kwargs)
 
     @property
     def fitting(self) -> bool:
@@ -729,16 +752,22 @@ class Trainer:
         )
 
     def _log_hyperparams(self) -> None:
-        hparams = self.module.storable_hparams
-        if not self.is_global_zero or not hparams or not self.module._log_hparams:
+        hparams: dict[str, Any] = {}
+        if self.datamodule is not None and self.datamodule._log_hparams:
+            hparams |= storable(self.datamodule.hparams)
+        if self.module._log_hparams:
+            hparams |= self.module.storable_hparams
+        if not self.is_global_zero or not hparams:
             return
         for one in self.loggers:
             one.log_hyperparams(hparams)
 
     def _module_for(self, state: str, module: TrainModule | None) -> TrainModule:
-        if module is None and self._module is None:
-            raise ValueError(f"Trainer.{state} needs a module: none was fitted before")
-        return self._module if module is None else unwrapped(module)  # type: ignore[return-value]
+        chosen = self._module if module is None and state != "fit" else unwrapped(module)
+        if chosen is None:
+            raise ValueError(f"Trainer.{state} needs a module" + (": none was fitted before" if state != "fit" else ""))
+        arguments.check_module(state, chosen)
+        return chosen
 
     def _evaluate(
         self,
@@ -749,6 +778,8 @@ class Trainer:
         datamodule: DataModule | None,
         ckpt_path: str | Path | None,
     ) -> list[dict[str, float]]:
+        dataloaders, datamodule = arguments.loaders_and_datamodule(state, "dataloaders", dataloaders, datamodule)
+        arguments.check_ckpt_path(ckpt_path)
         with self._running(state, self._module_for(state, module), datamodule):
             named = self._eval_loaders("val" if stage == "validation" else stage, dataloaders)
             self.eval_data = evaluation_data(self, stage, named)
@@ -774,8 +805,3 @@ class Trainer:
         saved = snapshot.save(self, path, weights_only=weights_only)
         for call in self.hooks.on_checkpoint:
             call(saved)
-
-
-def _at_least(name: str, value: Any, least: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ValueError(f"{name}={value!r}: give a whole number, {least} or more")

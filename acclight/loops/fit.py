@@ -46,6 +46,8 @@ class FitLoop:
         self.losses = WindowLosses(core, module)
         _, self.step_takes = step_arguments(trainer, "training_step", 1)
         self.may_leave = overrides(module, "on_train_batch_start")
+        #: The batch that runs is the last of its epoch; False where the loader does not say.
+        self.at_last_batch = False
         #: A window is under way, and its step is not counted yet.
         self.in_window = False
         self.started = time.monotonic()
@@ -236,6 +238,7 @@ class FitLoop:
         first, final = self.data.batches_done, len(window) - 1
         outputs: Any = None
         for index, batch in enumerate(window):
+            self.at_last_batch = index == final and self.epoch_exhausted(len(window))
             batch = trainer.to_device(batch)
             metrics.begin_batch(batch, self.data.samples(index))
             arguments = (batch, first + index)

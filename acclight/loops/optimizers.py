@@ -55,7 +55,15 @@ def read_optimizers(module: TrainModule) -> tuple[list[Optimizer], list[Schedule
     optimizers, schedulers = _read_form(module.configure_optimizers())
     if len(set(map(id, optimizers))) < len(optimizers):
         raise ValueError("configure_optimizers returned the same optimizer twice")
+    own = set(map(id, module.parameters()))
     for optimizer in optimizers:
+        foreign = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in own]
+        if foreign:
+            raise ValueError(
+                f"configure_optimizers returned a {type(optimizer).__name__} over {len(foreign)} parameter(s) that the module "
+                f"does not have (the first of shape {tuple(foreign[0].shape)}): make it of self.parameters(), once all layers "
+                "are attributes of the module"
+            )
         if isinstance(optimizer, torch.optim.LBFGS) and module.automatic_optimization:
             raise ValueError(
                 "torch.optim.LBFGS evaluates the loss several times in a step: set automatic_optimization = False, and call "

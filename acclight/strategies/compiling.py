@@ -74,7 +74,7 @@ def counters_may_change(compilation: Compilation | None) -> Iterator[None]:
 
 def unwrapped(module: Any) -> Any:
     """The module inside what `torch.compile(module)` returned, whose call is compiled from now on; any other as it is."""
-    inner = module.__dict__.get("_modules", {}).get("_orig_mod")
+    inner = getattr(module, "__dict__", {}).get("_modules", {}).get("_orig_mod")
     if inner is None:
         return module
     inner._compiled_call_impl = module.dynamo_ctx(inner._call_impl)
