@@ -294,9 +294,10 @@ class Trainer:
         dataloaders: Any = None,
         datamodule: DataModule | None = None,
         ckpt_path: str | Path | None = None,
+        verbose: bool = True,
     ) -> list[dict[str, float]]:
-        """Runs the validation loop once; returns the metrics, one dict per loader."""
-        return self._evaluate("validate", "validation", module, dataloaders, datamodule, ckpt_path)
+        """Runs the validation loop once; returns the metrics, one dict per loader, and says them unless `verbose=False`."""
+        return self._evaluate("validate", "validation", module, dataloaders, datamodule, ckpt_path, verbose)
 
     def test(
         self,
@@ -304,9 +305,10 @@ class Trainer:
         dataloaders: Any = None,
         datamodule: DataModule | None = None,
         ckpt_path: str | Path | None = None,
+        verbose: bool = True,
     ) -> list[dict[str, float]]:
-        """Runs the test loop once; returns the metrics, one dict per loader."""
-        return self._evaluate("test", "test", module, dataloaders, datamodule, ckpt_path)
+        """Runs the test loop once; returns the metrics, one dict per loader, and says them unless `verbose=False`."""
+        return self._evaluate("test", "test", module, dataloaders, datamodule, ckpt_path, verbose)
 
     def predict(
         self,
@@ -777,6 +779,7 @@ class Trainer:
         dataloaders: Any,
         datamodule: DataModule | None,
         ckpt_path: str | Path | None,
+        verbose: bool,
     ) -> list[dict[str, float]]:
         dataloaders, datamodule = arguments.loaders_and_datamodule(state, "dataloaders", dataloaders, datamodule)
         arguments.check_ckpt_path(ckpt_path)
@@ -794,6 +797,8 @@ class Trainer:
                         call()
             finally:
                 self.validating = False
+        if verbose and shown.callback:
+            info(f"{state}: " + ", ".join(f"{name} {value:.4g}" for name, value in shown.callback.items()))
         return [shown.of_loader(position) for position in range(len(named))]
 
     def _load_weights(self, ckpt_path: str | Path | None) -> None:

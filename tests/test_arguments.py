@@ -163,3 +163,13 @@ def test_seed_everything_takes_lightnings_workers() -> None:
     assert seed_everything(3, workers=True) == 3
     with pytest.raises(ValueError, match="workers=False: worker processes are always seeded"):
         seed_everything(3, workers=False)
+
+
+def test_an_evaluation_says_its_metrics(caplog: pytest.LogCaptureFixture) -> None:
+    trainer, module = quiet_trainer(strategy="single"), Scalar()
+    trainer.validate(module, repeated([1.0, 2.0], 1))
+    # w is 0: the mean of 1 / 2 and 4 / 2.
+    assert [one.getMessage() for one in caplog.records] == ["validate: val_loss 1.25"]
+    caplog.clear()
+    trainer.validate(module, repeated([1.0, 2.0], 1), verbose=False)
+    assert not caplog.records
