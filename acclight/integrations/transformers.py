@@ -9,6 +9,7 @@ import inspect
 import json
 import math
 from collections.abc import Collection, Mapping
+from functools import cached_property
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -63,7 +64,8 @@ class MeanLoss(Metric):
 
     def update(self, loss: Tensor, count: Tensor) -> None:
         """Adds a batch whose loss is the mean of `count` items."""
-        self.total += loss.detach() * count
+        # Not in place: under "bf16-true" the state is of that type, too short for a sum.
+        self.total = self.total + loss.detach().to(torch.promote_types(loss.dtype, torch.float32)) * count
         self.items += count
 
     def compute(self) -> Tensor:
@@ -82,9 +84,9 @@ class TransformersModule(TrainModule):
     """Trains a transformers model on batches that hold its forward's arguments, `labels` included.
 
     A micro-batch weighs as many items as its loss is the mean of (labels that are not -100, without the first of each row where
-    the model shifts them), so that the gradient is that of the big batch, however the labels are spread. It logs "train/loss",
-    "val/loss" and "test/loss", and for language models "val/perplexity" and "test/perplexity"; the last four are exact over all
-    items of all ranks.
+    the model shifts them), so that the gradient is that of the big batch, however the labels are spread. (What a model adds to
+    that loss, say to balance its experts, weighs as much.) It logs "train/loss", a mean over samples, and "val/loss" and
+    "test/loss", for language models also "val/perplexity" and "test/perplexity", which are exact over all items of all ranks.
 
     `checkpoint.export` makes of its checkpoints a folder that `from_pretrained` reads. With `peft_config` use
     `TransformersModule.load_from_checkpoint(path).model.save_pretrained(out)`, which writes the adapters alone.
@@ -170,7 +172,7 @@ class TransformersModule(TrainModule):
         self.hparams.update(optim=optim, lr_scheduler_type=lr_scheduler_type, auto_class=auto_class)
         self.hparams["peft_config"] = _plain_adapters(peft_config)
         if isinstance(model, (str, Path)):
-            self.hparams["name_or_path"] = str(model)
+            self.hparams["model"] = str(model)
         self.mean_loss = MeanLoss()
         self.perplexity = Perplexity()
         self.model: Any = model if isinstance(model, nn.Module) else None
@@ -197,6 +199,11 @@ class TransformersModule(TrainModule):
             import peft
 
             self.model = peft.get_peft_model(self.model, peft.get_peft_config(dict(self.hparams["peft_config"])))
+        if "ForCTC" in type(self._bare).__name__ and self._bare.config.ctc_loss_reduction != "mean":
+            warn(
+                "ctc_loss_reduction='sum': batches are averaged as if each loss were a mean; give the configuration 'mean'"
+            )
+        _ = self._shifts, self._takes_use_cache  # found out now: compiled code could not
         self._complete = True
 
     def _create(self) -> PreTrainedModel:
@@ -223,7 +230,7 @@ class TransformersModule(TrainModule):
         """The transformers model within the adapters, if there are any."""
         return self.model.get_base_model() if self.hparams["peft_config"] is not None else self.model
 
-    @property
+    @cached_property
     def _shifts(self) -> bool:
         given: bool | None = self.hparams["shifts_labels"]
         if given is not None:
@@ -232,6 +239,10 @@ class TransformersModule(TrainModule):
         model = self._bare
         own_loss = not _uses_loss_function(type(model)) or getattr(model.config, "is_encoder_decoder", False)
         return not own_loss and model.loss_function is ForCausalLMLoss
+
+    @cached_property
+    def _takes_use_cache(self) -> bool:
+        return "use_cache" in inspect.signature(self._bare.forward).parameters
 
     @classmethod
     def load_from_checkpoint(
@@ -260,7 +271,7 @@ class TransformersModule(TrainModule):
 
     def forward(self, **inputs: Any) -> Any:
         """The model's own output, without a cache for generation."""
-        if "use_cache" in inspect.signature(self._bare.forward).parameters:
+        if self._takes_use_cache:
             inputs.setdefault("use_cache", False)
         return self.model(**inputs)
 
@@ -280,7 +291,7 @@ class TransformersModule(TrainModule):
         """The logits; of a model without that output, all its outputs but the loss, as a dict."""
         inputs = _inputs(batch)
         if not getattr(self._bare.config, "is_encoder_decoder", False):  # which makes the decoder's input of them
-            inputs = {name: value for name, value in inputs.items() if name not in find_labels(type(self._bare))}
+            inputs = {name: value for name, value in inputs.items() if name not in _label_names(self._bare)}
         outputs = self(**inputs)
         if not isinstance(outputs, Mapping):
             return outputs
@@ -299,7 +310,7 @@ class TransformersModule(TrainModule):
             start = inputs.get("start_positions")
             if isinstance(start, Tensor):
                 # Answers outside of the text are ignored; start and end of one are outside together.
-                length = next(v.shape[1] for k, v in inputs.items() if k in ("input_ids", "inputs_embeds"))
+                length: int = next(v.shape[1] for k, v in inputs.items() if k in ("input_ids", "inputs_embeds"))
                 return (start < length).sum()
             return torch.tensor(_samples(inputs))
         name = type(self._bare).__name__
@@ -316,7 +327,7 @@ class TransformersModule(TrainModule):
         outputs = self(**inputs)
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs[0]
         if not isinstance(loss, Tensor) or loss.numel() != 1:
-            wanted = find_labels(type(self._bare))
+            wanted = _label_names(self._bare)
             fix = (
                 f"a batch needs {' and '.join(repr(name) for name in wanted)}"
                 if wanted
@@ -330,13 +341,15 @@ class TransformersModule(TrainModule):
     def _smoothed_loss(self, batch: Mapping[str, Any], factor: float) -> Tensor:
         """What transformers' LabelSmoother computes: cross-entropy with part of the target spread over all classes."""
         inputs = _inputs(batch)
-        labels = inputs.get("labels")
+        labels, shifted = inputs.get("labels"), inputs.pop("shift_labels", None)
         if not isinstance(labels, Tensor) or labels.is_floating_point():
             raise ValueError(f"label_smoothing_factor={factor} needs `labels` that are class numbers")
         if not getattr(self._bare.config, "is_encoder_decoder", False):
             del inputs["labels"]  # a second loss would be for nothing
         logits = self(**inputs)["logits"]
-        if self._shifts:
+        if isinstance(shifted, Tensor):
+            labels = shifted
+        elif self._shifts:
             logits, labels = logits[..., :-1, :], labels[..., 1:]
         flat, targets = logits.reshape(-1, logits.shape[-1]).float(), labels.reshape(-1)
         total = cross_entropy(flat, targets, ignore_index=IGNORED, label_smoothing=factor, reduction="sum")
@@ -344,7 +357,7 @@ class TransformersModule(TrainModule):
 
     def _or_zero(self, loss: Tensor, batch: Mapping[str, Any]) -> Tensor:
         """Zero for a batch without items, whose mean is not a number, and would become the mean of the epoch."""
-        return loss.where(self.count_items(batch).to(loss.device) > 0, 0.0)
+        return torch.where(self.count_items(batch).to(loss.device) > 0, loss, torch.zeros_like(loss))
 
     def _evaluate(self, batch: Mapping[str, Any], stage: str) -> None:
         loss = self._loss(batch)
@@ -409,9 +422,21 @@ class TransformersModule(TrainModule):
         # TrainingArguments itself would set up devices and process groups.
         arguments = SimpleNamespace(**{name: given[name] for name in names}, optim_args=text)
         factory, kwargs = Trainer.get_optimizer_cls_and_kwargs(cast(Any, arguments), self.model)
-        if given["optim"] == "adafactor" and self.trainer.strategy.kind == "deepspeed":
-            warn("optim='adafactor': ZeRO hands it flat shards, which it cannot factor: other steps, and no less memory")
+        if given["optim"] == "adafactor":
+            self._check_adafactor()
         return cast(torch.optim.Optimizer, factory([group for group in groups if group["params"]], **kwargs))
+
+    def _check_adafactor(self) -> None:
+        kind = self.trainer.strategy.kind
+        if kind == "fsdp2":
+            raise ValueError(
+                "optim='adafactor' cannot step the shards of 'fsdp2': transformers' Adafactor mixes them with plain tensors; use "
+                "'adamw_torch', or the strategy 'ddp'"
+            )
+        if kind == "deepspeed":
+            warn(
+                "optim='adafactor': ZeRO hands it flat shards, which it cannot factor, so that its steps are others than elsewhere"
+            )
 
 
 def _one_of(argument: str, name: Any, names: Collection[str]) -> None:
@@ -435,8 +460,16 @@ def _plain_adapters(config: Any) -> dict[str, Any] | None:
     if config is None:
         return None
     fields = config if isinstance(config, Mapping) else config.to_dict()
-    plain: dict[str, Any] = json.loads(json.dumps(dict(fields), default=lambda v: sorted(v) if isinstance(v, set) else str(v)))
+    plain: dict[str, Any] = json.loads(
+        json.dumps(dict(fields), default=lambda v: sorted(v) if isinstance(v, set) else str(v))
+    )
     return plain
+
+
+def _label_names(model: nn.Module) -> list[str]:
+    """The arguments of the model's forward that are labels."""
+    names: list[str] = cast(Any, find_labels)(type(model))
+    return names
 
 
 def _uses_loss_function(model: type) -> bool:
