@@ -470,6 +470,14 @@ def test_adafactor_and_shards() -> None:
             trainer.fit(module, DataLoader(ragged_rows(4), batch_size=2))
 
 
+class StopAfter(Callback):
+    def __init__(self, epochs: int) -> None:
+        self.epochs = epochs
+
+    def on_train_epoch_end(self, trainer: Trainer, module: TrainModule) -> None:
+        trainer.should_stop = trainer.current_epoch + 1 >= self.epochs
+
+
 class Rates(Callback):
     """What each step is made with."""
 
@@ -595,6 +603,34 @@ def test_several_loaders_and_a_test_run() -> None:
     for name, result, loss in zip(loaders, results, losses, strict=True):
         values = {f"test/loss/{name}": loss, f"test/perplexity/{name}": math.exp(loss)}
         assert result == pytest.approx(values, rel=1e-6)
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "warmup_stable_decay", "reduce_lr_on_plateau", "greedy"])
+def test_a_resume_goes_on_with_the_schedule(schedule: str, tmp_path: Path) -> None:
+    def fit(epochs: int, **arguments: Any) -> tuple[Trainer, TransformersModule]:
+        torch.manual_seed(3)
+        kwargs = {"warmup_stable_decay": {"num_decay_steps": 2}, "reduce_lr_on_plateau": {"mode": "max", "patience": 0}}
+        module = TransformersModule(
+            llama(),
+            auto_class="AutoModelForCausalLM",
+            learning_rate=1e-2,
+            lr_scheduler_type=schedule,
+            lr_scheduler_kwargs=kwargs.get(schedule),
+        )
+        stop = StopAfter(epochs)
+        trainer = quiet_trainer(strategy="single", max_epochs=4, callbacks=stop)
+        loaders = [DataLoader(ragged_rows(4), batch_size=2) for _ in range(2)]
+        trainer.fit(module, *loaders, **arguments)
+        return trainer, module
+
+    _, expected = fit(4)
+    trainer, _ = fit(2)
+    assert trainer.global_step == 4
+    trainer.save_checkpoint(tmp_path / "half")
+    trainer, resumed = fit(4, ckpt_path=tmp_path / "half")
+    assert trainer.global_step == 8
+    for ours, theirs in zip(resumed.parameters(), expected.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
 
 
 # --- adapters -----------------------------------------------------------------------------------------------------------

@@ -435,7 +435,7 @@ class TransformersModule(TrainModule):
             )
         if kind == "deepspeed":
             warn(
-                "optim='adafactor': ZeRO hands it flat shards, which it cannot factor, so that its steps are others than elsewhere"
+                "optim='adafactor': ZeRO hands it flat shards, which it cannot factor, so that its steps differ from others'"
             )
 
 
