@@ -187,11 +187,12 @@ class TransformersModule(TrainModule):
             return
         if self.model is None:
             self.model = self._create()
-        if hasattr(transformers, type(self.model).__name__):
+        if getattr(transformers, type(self.model).__name__, None) is type(self.model):
+            # With the configuration, which every checkpoint holds, enough to make the model again.
             self.hparams["auto_class"] = type(self.model).__name__
         checkpointing = self.hparams["gradient_checkpointing"]
         if checkpointing:
-            # The first is the second's name before transformers 5.20 and a deprecated one since.
+            # Newer versions of transformers warn of the second name, and older ones have no other.
             model = self.model
             enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
             enable(dict(checkpointing) if isinstance(checkpointing, Mapping) else None)
@@ -235,7 +236,7 @@ class TransformersModule(TrainModule):
         given: bool | None = self.hparams["shifts_labels"]
         if given is not None:
             return given
-        # Models that take part in an encoder-decoder shift their inputs instead, and have a loss of their own or are told so.
+        # Encoder-decoders shift the decoder's input instead; some decoders taken from one have a loss of their own, and do not.
         model = self._bare
         own_loss = not _uses_loss_function(type(model)) or getattr(model.config, "is_encoder_decoder", False)
         return not own_loss and model.loss_function is ForCausalLMLoss
