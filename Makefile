@@ -66,5 +66,5 @@ $(VENV)/.stamp-demo: $(VENV)/.stamp-venv pyproject.toml constraints.txt
 
 $(VENV)/.stamp-test: $(VENV)/.stamp-demo
 	$(INSTALL) ninja
-	DS_BUILD_OPS=0 $(INSTALL) -e '.[deepspeed,dev]'
+	DS_BUILD_OPS=0 $(INSTALL) -e '.[deepspeed,dev,peft]'
 	@touch $@
