@@ -7,6 +7,9 @@ import random
 import numpy as np
 import torch
 
+#: What `seed_everything` was called with last.
+given: int | None = None
+
 
 def seed_everything(seed: int) -> int:
     """Seeds Python, NumPy and torch (all devices) alike on every rank; the order of the training samples follows it too.
@@ -19,6 +22,8 @@ def seed_everything(seed: int) -> int:
     """
     if not 0 <= seed < 2**32:
         raise ValueError(f"seed={seed}: give a whole number from 0 to {2**32 - 1}")
+    global given
+    given = seed
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
