@@ -54,7 +54,7 @@ _SERVICES = {
     ),
     "mlflow": _Service("mlflow", lambda run: run.info.run_id, lambda run: {"run_id": run}),
     "swanlab": _Service("swanlab", lambda run: run.id, lambda run: {"id": run, "resume": "allow"}),
-    "tensorboard": _Service("tensorboard"),
+    "tensorboard": _Service("tensorboard", lambda writer: str(writer.log_dir)),
     "trackio": _Service("trackio", lambda run: run.name, lambda run: {"name": run, "resume": "allow"}),
     "wandb": _Service(
         "wandb", lambda run: run.id, lambda run: {"id": run, "resume": "allow"}, "WANDB_PROJECT",
@@ -180,7 +180,8 @@ class TrackerLogger(Logger):
         tracker.start()
         if self._service.run_of is not None:
             run = self._service.run_of(tracker.tracker)
-            if run != self._run:
+            if run != self._run or self.name == "trackio":
+                # trackio replaces the hyper-parameters of a run that it goes on with by those it is opened with.
                 self._run, self._sent = run, {}
         if self.name == "wandb" and self._given is None:
             tracker.tracker.define_metric("global_step")
@@ -197,10 +198,11 @@ class TrackerLogger(Logger):
         return made(self.project, str(folder), **arguments)
 
     def _send_values(self) -> None:
-        new = {name for name, value in self._values.items() if self._sent.get(name) != value}
-        if not new:
+        if not self._values:
             return
         tracker = self._open()
+        if all(self._sent.get(name) == value for name, value in self._values.items()):
+            return
         values = dict(self._values)
         if self.name == "mlflow":
             # A parameter of MLflow's cannot change; a run that is continued keeps the one it began with.
