@@ -173,6 +173,57 @@ def test_only_rank_0_writes(tmp_path: Path) -> None:
     made.clear()
 
 
+class WandbRun:
+    """What of W&B's run is used."""
+
+    def __init__(self, name: str) -> None:
+        self.id = name
+        self.metrics: list[Any] = []
+        self.ended: list[int] = []
+
+    def define_metric(self, name: str, step_metric: str | None = None) -> None:
+        self.metrics.append((name, step_metric))
+
+    def finish(self, exit_code: int = 0) -> None:
+        self.ended.append(exit_code)
+
+
+class Wandb(Diary):
+    name = "wandb"
+
+    def start(self) -> None:
+        super().start()
+        self.run = WandbRun(self.arguments.get("id", "first"))
+
+    @property
+    def tracker(self) -> Any:
+        return self.run
+
+
+def test_wandb_is_told_of_its_run_its_axis_and_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(LOGGER_TYPE_TO_CLASS, "wandb", Wandb)
+    monkeypatch.setattr("acclight.loggers.tracker.get_available_trackers", lambda: ["wandb"])
+    monkeypatch.setenv("WANDB_PROJECT", "from the shell")
+    fit(TrackerLogger("wandb", mode="offline"), 2, SaveAt(1, str(tmp_path / "saved")))
+    quiet_trainer(max_steps=2, logger="wandb", default_root_dir=tmp_path).fit(Scalar(), repeated([1.0] * 6, 1))
+    first, elsewhere = made
+    assert (first.project, first.arguments) == ("from the shell", {"mode": "offline"})
+    assert elsewhere.arguments == {"dir": str(tmp_path)}
+    assert first.tracker.metrics == [("global_step", None), ("*", "global_step")]
+    # W&B's own step only grows, so that the x axis is a metric.
+    assert rows(first) == [(None, {"epoch": 0, "loss": LOSSES[step], "global_step": step}) for step in (1, 2)]
+
+    class Stops(Callback):
+        def on_step(self, trainer: Trainer, module: TrainModule) -> None:
+            raise RuntimeError("enough")
+
+    with pytest.raises(RuntimeError, match="enough"):
+        fit("wandb", 3, Stops(), ckpt_path=tmp_path / "saved")
+    assert made[2].arguments == {"id": "first", "resume": "allow"}
+    assert [one for one in made[2].done if isinstance(one, dict)] == [], "the run has its hyper-parameters"
+    assert made[2].tracker.ended == [1]
+
+
 # --- a logger that fails ----------------------------------------------------------------------------------------------
 
 

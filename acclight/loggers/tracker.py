@@ -190,8 +190,13 @@ class TrackerLogger(Logger):
 
     def _make(self) -> Any:
         made = LOGGER_TYPE_TO_CLASS[self.name]
-        arguments = {} if self.root is None else self._service.root(self.root)
-        arguments |= ({} if self._run is None else self._service.continuing(self._run)) | self._arguments
+        arguments: dict[str, Any] = {}
+        # In the working directory the tracker's own way, environment variables included, is right.
+        if self.root is not None and self.root != Path.cwd():
+            arguments |= self._service.root(self.root)
+        if self._run is not None:
+            arguments |= self._service.continuing(self._run)
+        arguments |= self._arguments
         if not made.requires_logging_directory:
             return made(self.project, **arguments)
         folder = arguments.pop("logging_dir", self.root or ".")
