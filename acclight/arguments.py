@@ -32,7 +32,10 @@ _ELSEWHERE = dict.fromkeys(("accelerator", "devices", "num_nodes", "num_processe
 
 
 def checked(init: Callable[..., None]) -> Callable[..., None]:
-    """Makes an `__init__` refuse unknown arguments, naming the nearest known one, and values that cannot be used."""
+    """Makes an `__init__` refuse unknown arguments, naming the nearest known one, and values that cannot be used.
+
+    What was given is kept as `given_arguments`, by name.
+    """
     known = list(inspect.signature(init).parameters)[1:]
 
     @functools.wraps(init)
@@ -46,6 +49,7 @@ def checked(init: Callable[..., None]) -> Callable[..., None]:
                 raise TypeError(f"Trainer has no argument {name!r}: {hint}")
             if name in _CHECKS:
                 _CHECKS[name](name, value)
+        self.given_arguments = kwargs
         init(self, *args, **kwargs)
 
     return checking

@@ -18,7 +18,8 @@ from acclight.messages import info
 from acclight.strategies import process_group
 from acclight.strategies.compiling import LAUNCHER_VARIABLES, Compilation, counters_may_change, resolve_compilation
 from acclight.strategies.isolation import Isolation
-from acclight.strategies.precision import Precision, resolve_precision
+from acclight.strategies.precision import Precision, precision_source, resolve_precision
+from acclight.strategies.resolve import launched_kind
 from acclight.strategies.strategy import Strategy
 
 
@@ -117,8 +118,9 @@ class AcceleratorCore:
     ) -> None:
         vars(rank_zero_only)["rank"] = int(os.environ.get("RANK", "0"))
         self.strategy = strategy
-        self._precision = strategy.precision = resolve_precision(precision, strategy.configured_precision())
-        self._compilation = resolve_compilation(compilation)
+        configured = strategy.configured_precision()
+        self._precision = strategy.precision = resolve_precision(precision, configured)
+        self.compilation = resolve_compilation(compilation)
         launched = os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1")
         self._launched_accumulation = int(launched) if launched.isdigit() else 1
         self.clip_val = float(clip_val or 0.0)
@@ -126,6 +128,14 @@ class AcceleratorCore:
         self.isolation = Isolation(self._environment(strategy))
         use_cpu = os.environ.get("ACCELERATE_USE_CPU", "false").lower() in ("1", "true", "yes", "on")
         device_type = "cuda" if torch.cuda.is_available() and not use_cpu else "cpu"
+        launched = "launcher" if process_group.launched() else "default"
+        #: Where what is in force came from where the Trainer's arguments do not say it.
+        self.sources = {
+            "strategy": "launcher" if launched_kind() else launched,
+            "processes": launched,
+            "device": "launcher" if use_cpu else "default",
+            "precision": precision_source(precision, configured),
+        }
         if strategy.distributed:
             process_group.join(strategy.backend or process_group.default_backend(device_type), strategy.timeout)
         with self.isolation.active():
@@ -198,7 +208,7 @@ class AcceleratorCore:
     @contextmanager
     def active(self) -> Iterator[None]:
         """Puts this Trainer's process-wide state in place for as long as the context lasts."""
-        with self.isolation.active(), counters_may_change(self._compilation):
+        with self.isolation.active(), counters_may_change(self.compilation):
             yield
 
     @contextmanager
@@ -213,9 +223,9 @@ class AcceleratorCore:
         """Wraps the user's module, anew where an evaluation has wrapped it before, and binds the optimizers to it."""
         if not self.prepared or self.step_module.module is not module:
             self._precision.cast_module(module)
-            if self._compilation is not None:
-                self._compilation.regions(module)
-        self.step_module = StepModule(module, self._precision, self.device, self._compilation)
+            if self.compilation is not None:
+                self.compilation.regions(module)
+        self.step_module = StepModule(module, self._precision, self.device, self.compilation)
         self.strategy.manual = not getattr(module, "automatic_optimization", True)
         self.forward = self.strategy.prepare(self.accelerator, self.step_module, optimizers)
         self.step_module = self.strategy.step_module  # type: ignore[assignment]

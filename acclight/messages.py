@@ -14,7 +14,7 @@ if _logger.level == logging.NOTSET:
 
 def info(text: str) -> None:
     """Says something on rank 0, through the logger "acclight"; shown unless the program has set that logger otherwise."""
-    if getattr(rank_zero_only, "rank", 0) not in (0, None):
+    if _rank() != 0:
         return
     if not _logger.hasHandlers():
         # A program without any logging set-up would see nothing below a warning.
@@ -24,7 +24,12 @@ def info(text: str) -> None:
 
 def warn(text: str) -> None:
     """Warns on rank 0."""
+    _rank()
+    rank_zero_warn(text, stacklevel=4)
+
+
+def _rank() -> int:
     if getattr(rank_zero_only, "rank", None) is None:
         # Before the first Trainer: a strategy that is being made, say.
         vars(rank_zero_only)["rank"] = int(os.environ.get("RANK", "0"))
-    rank_zero_warn(text, stacklevel=4)
+    return int(vars(rank_zero_only)["rank"])

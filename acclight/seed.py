@@ -7,6 +7,9 @@ import random
 import numpy as np
 import torch
 
+#: What `seed_everything` was called with last.
+given: int | None = None
+
 
 def seed_everything(seed: int, workers: bool = True) -> int:
     """Seeds Python, NumPy and torch (all devices) alike on every rank; the order of the training samples follows it too.
@@ -22,6 +25,8 @@ def seed_everything(seed: int, workers: bool = True) -> int:
         raise ValueError(f"seed={seed}: give a whole number from 0 to {2**32 - 1}")
     if not workers:
         raise ValueError("workers=False: worker processes are always seeded, or a resumed run could not draw as before")
+    global given
+    given = seed
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)

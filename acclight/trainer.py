@@ -17,7 +17,8 @@ from acclight import arguments
 from acclight.callback import Callback, Hooks, in_order, with_module_callbacks
 from acclight.checkpoint import snapshot
 from acclight.core import AcceleratorCore
-from acclight.hyperparameters import storable
+from acclight.loggers import guarded
+from acclight.loggers.choose import make_loggers
 from acclight.logging import MetricStore, Shown
 from acclight.loops.evaluate import evaluate
 from acclight.loops.fit import FitLoop
@@ -29,6 +30,7 @@ from acclight.loops.progress import Progress as Counts
 from acclight.loops.reading import evaluation_data, training_data
 from acclight.loops.validation import FitValidation
 from acclight.messages import info
+from acclight.startup import announce
 from acclight.strategies.compiling import unwrapped
 from acclight.strategies.resolve import resolve_strategy
 
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from accelerate import Accelerator
+    from accelerate.tracking import GeneralTracker
 
     from acclight.data import EvalData, TrainData
     from acclight.datamodule import DataModule
@@ -61,7 +64,9 @@ class Trainer:
         gradient_clip_val: Largest gradient norm (or element). Default: what a DeepSpeed launch says, else no clipping.
         gradient_clip_algorithm: "norm" (default) or "value".
         callbacks: Callbacks, in the order in which they run.
-        logger: True for TensorBoard and CSV files, False for none, or loggers.
+        logger: True for TensorBoard and CSV files, False for none, a logger, the name of one, or a list of these. Names are
+            "tensorboard", "csv", and those of `TrackerLogger`, such as "wandb". One that fails while training runs is told
+            once, and training goes on.
         log_every_n_steps: Optimizer steps between logged values. Default 50.
         val_check_interval: An int: optimizer steps between validations; a float: the fraction of an epoch. Default 1.0.
         check_val_every_n_epoch: Epochs between those with validations, at their end or at fractions of them. Default 1.
@@ -84,7 +89,11 @@ class Trainer:
     Raises:
         TypeError: For an unknown argument; it names the nearest one.
         ValueError: For a value that cannot be used.
+        ImportError: For a logger whose package is not installed.
     """
+
+    #: The arguments that the script gave, by name.
+    given_arguments: Mapping[str, Any]
 
     @arguments.checked
     def __init__(
@@ -101,7 +110,7 @@ class Trainer:
         gradient_clip_val: float | None = None,
         gradient_clip_algorithm: str = "norm",
         callbacks: Callback | Sequence[Callback] | None = None,
-        logger: bool | Logger | Sequence[Logger] = True,
+        logger: bool | str | Logger | GeneralTracker | Sequence[str | Logger | GeneralTracker] | None = True,
         log_every_n_steps: int = 50,
         val_check_interval: int | float = 1.0,
         check_val_every_n_epoch: int = 1,
@@ -176,6 +185,7 @@ class Trainer:
         self._pending_saves: list[tuple[Path, bool]] = []
         self._loop: FitLoop | None = None
 
+        loggers = make_loggers(logger, self.default_root_dir)
         resolved = resolve_strategy(strategy)
         self.core = AcceleratorCore(
             resolved,
@@ -185,28 +195,17 @@ class Trainer:
             compilation=compile,
         )
         self.metrics = MetricStore(self.core, self.core.device)
-        self.loggers = self._make_loggers(logger)
+        self.loggers = loggers
+        for one in loggers:
+            if one.version is None:
+                # Decided once, on rank 0: the ranks would otherwise find each other's folders.
+                one.version = self.core.broadcast_object(one.next_version() if self.is_global_zero else None)
         self.callbacks = self._make_callbacks(
             callbacks, enable_progress_bar, enable_checkpointing, enable_model_summary and not fast_dev_run
         )
         #: Without those of a module, and the module whose callbacks have been added.
         self._own_callbacks = self.callbacks
         self._callbacks_of: TrainModule | None = None
-
-    def _make_loggers(self, logger: bool | Logger | Sequence[Logger]) -> list[Logger]:
-        if logger is False:
-            return []
-        if logger is True:
-            from acclight.loggers import CSVLogger, TensorBoardLogger
-
-            loggers: list[Logger] = [TensorBoardLogger(self.default_root_dir), CSVLogger(self.default_root_dir)]
-        else:
-            loggers = list(logger) if isinstance(logger, Sequence) else [logger]
-        for one in loggers:
-            if one.version is None:
-                # Decided once, on rank 0: the ranks would otherwise find each other's folders.
-                one.version = self.core.broadcast_object(one.next_version() if self.is_global_zero else None)
-        return loggers
 
     def _make_callbacks(
         self, given: Callback | Sequence[Callback] | None, progress: bool, checkpoints: bool, summary: bool
@@ -272,8 +271,7 @@ class Trainer:
                 self.metrics.forget_training()
                 info(f"resumed from {reader.path} at step {self.global_step}")
             self._loop = FitLoop(self, self.core, module, self.data, self.validation)
-            info(self._summary(source))
-            self._log_hyperparams()
+            announce(self, source, resumed=reader is not None and not reader.trainer["weights_only"])
             for call in self.hooks.on_fit_start:
                 call()
             if self.global_step == 0 and not self._loop.limit_reached():
@@ -563,9 +561,8 @@ class Trainer:
             return
         self.logged_metrics.update(shown.logger)
         rows = [*shown.series, *([(self.global_step, shown.logger)] if shown.logger else [])]
-        for one in self.loggers if self.is_global_zero else ():
-            for step, values in rows:
-                one.log_metrics({"epoch": self.current_epoch, **values}, step=step)
+        for step, values in rows if self.is_global_zero else ():
+            guarded.write(self.loggers, {"epoch": self.current_epoch, **values}, step)
 
     def forget_metrics(self) -> None:
         """Drops what was shown so far."""
@@ -649,9 +646,8 @@ class Trainer:
             for callback in self.callbacks:
                 self._attempt(callback.teardown, self, module, state, underway=failed)
             self._attempt(module.teardown, state, underway=failed)
-            for one in self.loggers if self.is_global_zero else ():
-                status = "interrupted" if self.interrupted else "failed" if failed else "success"
-                self._attempt(one.finalize, status, underway=failed)
+            if self.is_global_zero:
+                guarded.finish(self.loggers, "interrupted" if self.interrupted else "failed" if failed else "success")
         finally:
             self._close_data()
             self.state = None
@@ -738,31 +734,6 @@ class Trainer:
         if self.data is None or self.progress.epoch_done or self._prepared is None or self._prepared[0] is not module:
             return None
         return self.data.state_dict()
-
-    def _summary(self, loader: Any) -> str:
-        """What is in force, in one line."""
-        size = getattr(loader, "batch_size", None)
-        batch = ""
-        if size:
-            whole = size * self.world_size * self.accumulate_grad_batches
-            batch = f", effective batch {size} x {self.world_size} x {self.accumulate_grad_batches} = {whole}"
-        validation = self.validation.summary() if self.validation is not None else "no validation"
-        return (
-            f"fit: strategy {self.core.strategy.summary()}, {self.world_size} process(es) on "
-            f"{self.core.num_machines} machine(s), {self.device.type}, precision {self.core.precision}, "
-            f"accumulation {self.accumulate_grad_batches}{batch}, {validation}"
-        )
-
-    def _log_hyperparams(self) -> None:
-        hparams: dict[str, Any] = {}
-        if self.datamodule is not None and self.datamodule._log_hparams:
-            hparams |= storable(self.datamodule.hparams)
-        if self.module._log_hparams:
-            hparams |= self.module.storable_hparams
-        if not self.is_global_zero or not hparams:
-            return
-        for one in self.loggers:
-            one.log_hyperparams(hparams)
 
     def _module_for(self, state: str, module: TrainModule | None) -> TrainModule:
         chosen = self._module if module is None and state != "fit" else unwrapped(module)

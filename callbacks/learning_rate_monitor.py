@@ -6,6 +6,7 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from acclight import Callback
+from acclight.loggers.guarded import write
 from acclight.messages import warn
 
 if TYPE_CHECKING:
@@ -74,8 +75,7 @@ class LearningRateMonitor(Callback):
 
     def _log(self, trainer: Trainer, rates: dict[str, float]) -> None:
         if trainer.is_global_zero:
-            for logger in trainer.loggers:
-                logger.log_metrics({**rates, "epoch": trainer.current_epoch}, trainer.global_step)
+            write(trainer.loggers, {**rates, "epoch": trainer.current_epoch}, trainer.global_step)
 
     def _read(self, trainer: Trainer) -> dict[str, float]:
         values: dict[str, float] = {}

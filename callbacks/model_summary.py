@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from acclight import Callback
+from acclight.messages import info
 
 if TYPE_CHECKING:
     from acclight import Trainer, TrainModule
@@ -34,7 +35,7 @@ class Part:
 
 
 class ModelSummary(Callback):
-    """Prints the model's parts on rank 0 when a fit begins. Sharded parameters count in full.
+    """Says what the model's parts are, on rank 0 when a fit begins. Sharded parameters count in full.
 
     Args:
         max_depth: How many levels of submodules to show; 0 for the totals only, -1 for all.
@@ -51,7 +52,7 @@ class ModelSummary(Callback):
     def on_fit_start(self, trainer: Trainer, module: TrainModule) -> None:
         """Prints the table."""
         if trainer.is_global_zero:
-            print(summary_table(module, self.max_depth), flush=True)
+            info(summary_table(module, self.max_depth))
 
 
 def summarize(module: nn.Module, max_depth: int = 1) -> list[Part]:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from acclight import Callback
+from acclight.loggers.guarded import write
 
 if TYPE_CHECKING:
     from acclight import Trainer, TrainModule
@@ -176,8 +177,7 @@ class ThroughputMonitor(Callback):
         }
         if self.length_fn is not None:
             values["throughput/items_per_sec"] = items / seconds
-        for logger in trainer.loggers:
-            logger.log_metrics(values, trainer.global_step)
+        write(trainer.loggers, values, trainer.global_step)
 
 
 def peak_memory(device: torch.device) -> int:

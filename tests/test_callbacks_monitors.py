@@ -361,9 +361,9 @@ def test_wrappers_of_checkpointing_and_compile_are_not_shown() -> None:
     ]  # fmt: skip
 
 
-def test_summary_is_printed_once_when_a_fit_begins(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_summary_is_said_once_when_a_fit_begins(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     fit(tmp_path, ModelSummary(max_depth=1), Net())
-    lines = capsys.readouterr().out.splitlines()
+    (lines,) = (one.getMessage().splitlines() for one in caplog.records if "trainable" in one.getMessage())
     assert [line.split() for line in lines] == [
         ["name", "type", "parameters", "trainable"],
         ["-" * len("second  Linear           4      100 %")],

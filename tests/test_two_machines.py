@@ -78,7 +78,7 @@ def test_two_machines_give_the_losses_of_one_process(machines: list[str], tmp_pa
         first, second = pool.map(launch, (0, 1))
     assert first.returncode == 0, first.stdout
     assert second.returncode == 0, second.stdout
-    assert "2 process(es) on 2 machine(s)" in first.stdout
+    assert "2 processes on 2 machines" in first.stdout
     assert "fit:" not in second.stdout
     one, two = losses(tmp_path / "one"), losses(tmp_path / "two")
     assert sorted(two) == sorted(one) == [1, 2, 3, 4, 5]

@@ -40,6 +40,7 @@ def save(trainer: Trainer, path: Path, *, weights_only: bool) -> Path:
         "hparams_holder": module._hparams_holder,
         "callbacks": {c.state_key: own for c in trainer.callbacks if (own := c.state_dict())},
         "datamodule": trainer.datamodule.state_dict() if trainer.datamodule is not None else {},
+        "loggers": {one.state_key: own for one in trainer.loggers if (own := one.state_dict())},
         "strategy": strategy.name,
         "world_size": trainer.world_size,
         "precision": trainer.core.precision,
@@ -98,6 +99,9 @@ def restore(trainer: Trainer, reader: Reader) -> None:
     for callback in trainer.callbacks:
         if callback.state_key in document["callbacks"]:
             callback.load_state_dict(document["callbacks"][callback.state_key])
+    for logger in trainer.loggers:
+        if logger.state_key in document.get("loggers", {}):
+            logger.load_state_dict(document["loggers"][logger.state_key])
     if trainer.datamodule is not None:
         trainer.datamodule.load_state_dict(document["datamodule"])
     if trainer.data is not None:

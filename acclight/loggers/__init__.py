@@ -9,10 +9,16 @@ if TYPE_CHECKING:
     from acclight.loggers.csv_logger import CSVLogger
     from acclight.loggers.logger import Logger
     from acclight.loggers.tensorboard import TensorBoardLogger
+    from acclight.loggers.tracker import TrackerLogger
 
-__all__ = ["CSVLogger", "Logger", "TensorBoardLogger"]
+__all__ = ["CSVLogger", "Logger", "TensorBoardLogger", "TrackerLogger"]
 
-_MODULES = {"CSVLogger": "csv_logger", "Logger": "logger", "TensorBoardLogger": "tensorboard"}
+_MODULES = {
+    "CSVLogger": "csv_logger",
+    "Logger": "logger",
+    "TensorBoardLogger": "tensorboard",
+    "TrackerLogger": "tracker",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -16,7 +16,7 @@ from acclight.loggers.logger import IgnoreCalls, RunFolderLogger, as_number, pla
 
 
 class CSVLogger(RunFolderLogger):
-    """Writes `metrics.csv` (a row per call, a column per metric) and `hparams.json` into the run's folder.
+    """Writes `metrics.csv` (a row per call, a column per metric), `hparams.json` and `configuration.json` into the run's folder.
 
     Every row is handed to the operating system at once, so a run that is killed keeps it. Numbers are written with
     `repr`, so reading them gives the same floats; a metric that a row does not have is an empty cell. The first column
@@ -61,10 +61,18 @@ class CSVLogger(RunFolderLogger):
         if not writes_here():
             return
         self._hparams |= plain(params)
-        path = self.log_dir / "hparams.json"
+        self._write("hparams.json", self._hparams)
+
+    def log_configuration(self, configuration: Mapping[str, Any]) -> None:
+        """Writes `configuration.json`."""
+        if writes_here():
+            self._write("configuration.json", plain(configuration))
+
+    def _write(self, name: str, values: dict[str, Any]) -> None:
+        path = self.log_dir / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_name(".hparams.json.tmp")
-        temporary.write_text(json.dumps(self._hparams, indent=2) + "\n", encoding="utf-8")
+        temporary = path.with_name(f".{name}.tmp")
+        temporary.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
         os.replace(temporary, path)
 
     def save(self) -> None:

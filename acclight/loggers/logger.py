@@ -54,6 +54,9 @@ class Logger:
     def log_hyperparams(self, params: Mapping[str, Any] | Namespace) -> None:
         """Writes hyper-parameters; nested mappings are fine, and what is no plain value is written as text."""
 
+    def log_configuration(self, configuration: Mapping[str, Any]) -> None:
+        """Writes what is in force when a fit begins: strategy, processes, precision, batch sizes and so on, as plain values."""
+
     def save(self) -> None:
         """Makes sure that what was logged is on disk."""
 
@@ -64,6 +67,18 @@ class Logger:
             status: "success", "failed" or "interrupted".
         """
         self.save()
+
+    @property
+    def state_key(self) -> str:
+        """What tells this logger's state in a checkpoint from the others'."""
+        return type(self).__qualname__
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed fit needs to go on with this run, as plain values; empty where the arguments say it."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Takes back what `state_dict` gave, before anything is written."""
 
 
 class RunFolderLogger(Logger):

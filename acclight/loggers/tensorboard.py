@@ -66,12 +66,20 @@ class TensorBoardLogger(RunFolderLogger):
 
         self._hparams |= plain(params)
         values = dict(flat(self._hparams))
-        rows = "".join(f"| {_cell(name)} | {_cell(str(value))} |\n" for name, value in values.items())
-        self.experiment.add_text("hparams", f"| name | value |\n| --- | --- |\n{rows}")
+        self._write_table("hparams", values)
         # SummaryWriter.add_hparams would open a second event file in a folder of its own, and end the session at once.
         experiment, session_start, self._session_end = hparams(values, {})  # type: ignore[no-untyped-call]
         self.experiment.file_writer.add_summary(experiment)
         self.experiment.file_writer.add_summary(session_start)
+
+    def log_configuration(self, configuration: Mapping[str, Any]) -> None:
+        """Writes a table for the text tab (tag `configuration`)."""
+        if writes_here():
+            self._write_table("configuration", dict(flat(plain(configuration))))
+
+    def _write_table(self, tag: str, values: Mapping[str, Any]) -> None:
+        rows = "".join(f"| {_cell(name)} | {_cell(str(value))} |\n" for name, value in values.items())
+        self.experiment.add_text(tag, f"| name | value |\n| --- | --- |\n{rows}")
 
     def save(self) -> None:
         """Flushes the event file."""

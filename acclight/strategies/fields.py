@@ -58,7 +58,10 @@ def reads_config(
             loaded = _load(owner, config, section)
             if whole is not None and whole[0] in loaded:
                 loaded = {whole[1]: loaded}
-            self.given_fields = {**rename(owner, loaded), **rename(owner, fields)}
+            of_config, arguments = rename(owner, loaded), rename(owner, fields)
+            place = Path(config).name if isinstance(config, str | Path) else "argument"
+            self.given_fields = {**of_config, **arguments}
+            self.field_sources = {**dict.fromkeys(of_config, place), **dict.fromkeys(arguments, "argument")}
             init(self, **self.given_fields)
 
         return read  # type: ignore[return-value]

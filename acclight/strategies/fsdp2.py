@@ -293,9 +293,6 @@ class FSDP2Strategy(Strategy):
             if reshard is not None and hasattr(module, "set_requires_gradient_sync"):
                 reshard()
 
-    def summary(self) -> str:
-        return f"fsdp2 ({self.auto_wrap_policy.lower()}, reshard_after_forward={self.reshard_after_forward})"
-
 
 def _read_policy(given: MixedPrecisionPolicy | Mapping[str, Any] | str | None) -> MixedPrecisionPolicy | None:
     if given is None or isinstance(given, MixedPrecisionPolicy):

@@ -115,6 +115,13 @@ def resolve_precision(given: str | int | None, configured: str | None) -> Precis
     return chosen
 
 
+def precision_source(given: str | int | None, configured: str | None) -> str:
+    """Where `resolve_precision` takes its answer from: "argument", "ds_config", "launcher" or "default"."""
+    if given is not None:
+        return "argument"
+    return "ds_config" if configured else "launcher" if "ACCELERATE_MIXED_PRECISION" in os.environ else "default"
+
+
 def _named(value: str | int, source: str) -> Precision:
     name = str(value).lower()
     name = _BY_ALIAS.get(name, name)

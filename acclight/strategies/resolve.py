@@ -84,10 +84,13 @@ def launched_kind() -> str | None:
 
 def _from_launch(kind: str | None) -> Strategy:
     if kind == "fsdp2":
-        return _class_of(kind)(**_launched_fsdp())
-    if kind == "deepspeed":
-        return _with_launched_clip(_class_of(kind)(**_launched_deepspeed()))
-    return _class_of(kind or "single")()
+        strategy = _class_of(kind)(**_launched_fsdp())
+    elif kind == "deepspeed":
+        strategy = _with_launched_clip(_class_of(kind)(**_launched_deepspeed()))
+    else:
+        return _class_of(kind or "single")()
+    strategy.field_sources = dict.fromkeys(strategy.given_fields, "launcher")
+    return strategy
 
 
 def _complete_from_launch(strategy: Strategy) -> None:
@@ -99,14 +102,16 @@ def _complete_from_launch(strategy: Strategy) -> None:
         if given[name] != launched[name]:
             info(f"{name}={given[name]!r} of the script's strategy wins over {launched[name]!r} of the launcher")
     if type(strategy) is _class_of(strategy.kind):
+        sources = {**dict.fromkeys(launched, "launcher"), **strategy.field_sources}
         type(strategy).__init__(strategy, **{**launched, **given})
+        strategy.field_sources = sources
     _with_launched_clip(strategy)
 
 
 def _with_launched_clip(strategy: Strategy) -> Strategy:
     clip = os.environ.get("ACCELERATE_GRADIENT_CLIPPING", "auto")
     if strategy.kind == "deepspeed" and strategy.configured_clip is None and clip != "auto":
-        strategy.configured_clip = float(clip)
+        strategy.configured_clip, strategy.clip_source = float(clip), "launcher"
     return strategy
 
 

@@ -71,12 +71,16 @@ class Strategy:
 
     #: The fields that the script gave, by name; the others have their defaults.
     given_fields: Mapping[str, Any] = MappingProxyType({})
+    #: Where each of them came from: "argument", "launcher", or the name of a file.
+    field_sources: Mapping[str, str] = MappingProxyType({})
 
     #: The backend of torch.distributed that was asked for; None for the device's own.
     backend: str | None = None
 
     #: Gradient clipping that a launch file, or the configuration of the strategy, asks for where the Trainer says nothing.
     configured_clip: float | None = None
+    #: Which of the two it is: "launcher" or "ds_config".
+    clip_source: str = "ds_config"
     #: The precision in force; the core sets it.
     precision: Precision
 
@@ -328,7 +332,3 @@ class Strategy:
         return [
             [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups] for optimizer in optimizers
         ]
-
-    def summary(self) -> str:
-        """One phrase for the start-up summary."""
-        return self.name

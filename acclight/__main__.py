@@ -1,0 +1,5 @@
+"""`python -m acclight` is the command `acclight`."""
+
+from acclight.cli.main import main
+
+raise SystemExit(main())
