@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from acclight.accelerator_config import AcceleratorConfig
 from acclight.callback import Callback, Hooks, in_order, with_module_callbacks
 from acclight.checkpoint import snapshot
 from acclight.core import AcceleratorCore
@@ -36,7 +37,7 @@ from acclight.strategies.resolve import resolve_strategy
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from accelerate import Accelerator
+    from accelerate import Accelerator, ParallelismConfig
 
     from acclight.data import EvalData, TrainData
     from acclight.datamodule import DataModule
@@ -92,6 +93,10 @@ class Trainer:
         inference_mode: Evaluate under torch.inference_mode where the strategy can. Default True.
         compile: True compiles the step methods with torch.compile, "regional" the blocks that the model repeats, a dict gives
             torch.compile's arguments (and "regional": True). Default: what the launcher says, else no compilation.
+        accelerator_config: How loaders are shared out and gradients accumulated: an `AcceleratorConfig`, a dict of its fields or
+            the path of a JSON file.
+        parallelism: Accelerate's ParallelismConfig, or a dict of its fields (dp_replicate_size, dp_shard_size, tp_size, cp_size):
+            the mesh over which strategy "fsdp2" shards. Default: what the launcher says, else all processes in one row.
         default_root_dir: Where loggers and checkpoints go. Default: the working directory.
         enable_progress_bar: Show progress. Default True.
         enable_checkpointing: Save checkpoints where no ModelCheckpoint is given. Default True.
@@ -131,6 +136,8 @@ class Trainer:
         detect_anomaly: bool = False,
         inference_mode: bool = True,
         compile: bool | str | dict[str, Any] | None = None,  # noqa: A002  # torch's and Lightning's name
+        accelerator_config: AcceleratorConfig | Mapping[str, Any] | str | Path | None = None,
+        parallelism: ParallelismConfig | Mapping[str, Any] | None = None,
         default_root_dir: str | Path | None = None,
         enable_progress_bar: bool = True,
         enable_checkpointing: bool = True,
@@ -164,7 +171,8 @@ class Trainer:
         self.max_time = timedelta(**max_time) if isinstance(max_time, dict) else max_time
         self.min_epochs = min_epochs
         self.min_steps = min_steps
-        self.accumulate_grad_batches = accumulate_grad_batches
+        config = AcceleratorConfig.read(accelerator_config)
+        self.accumulate_grad_batches = config.accumulation(accumulate_grad_batches)
         self.log_every_n_steps = log_every_n_steps
         self.val_check_interval = val_check_interval
         self.check_val_every_n_epoch = check_val_every_n_epoch
@@ -213,6 +221,8 @@ class Trainer:
             clip_val=resolved.configured_clip if gradient_clip_val is None else gradient_clip_val,
             clip_algorithm=gradient_clip_algorithm,
             compilation=compile,
+            config=config,
+            parallelism=parallelism,
         )
         self.metrics = MetricStore(self.core, self.core.device)
         self.loggers = self._make_loggers(logger)
@@ -291,7 +301,7 @@ class Trainer:
                 )
             begun = self._begun_epoch(module)
             self.data = training_data(self, source)
-            self.core.check_window(self.accumulate_grad_batches, getattr(source, "batch_size", None))
+            self.core.check_window(self.accumulate_grad_batches, self.data.batch_size)
             if begun is not None and begun["dataset"] == self.data.state_dict()["dataset"]:
                 self.data.load_state_dict(begun)
             self.validation = FitValidation(self, self._eval_loaders("val", val_dataloaders))
@@ -303,7 +313,7 @@ class Trainer:
                 self.metrics.forget_training()
                 info(f"resumed from {reader.path} at step {self.global_step}")
             self._loop = FitLoop(self, self.core, module, self.data, self.validation)
-            info(self._summary(source))
+            info(self._summary(self.data.batch_size))
             self._log_hyperparams()
             for call in self.hooks.on_fit_start:
                 call()
@@ -710,13 +720,12 @@ class Trainer:
             return None
         return self.data.state_dict()
 
-    def _summary(self, loader: Any) -> str:
-        """What is in force, in one line."""
-        size = getattr(loader, "batch_size", None)
+    def _summary(self, size: int | None) -> str:
+        """What is in force, in one line; `size` is the batch of one process."""
         batch = ""
         if size:
-            whole = size * self.world_size * self.accumulate_grad_batches
-            batch = f", effective batch {size} x {self.world_size} x {self.accumulate_grad_batches} = {whole}"
+            shares, windows = self.core.data_world_size, self.accumulate_grad_batches
+            batch = f", effective batch {size} x {shares} x {windows} = {size * shares * windows}"
         validation = self.validation.summary() if self.validation is not None else "no validation"
         return (
             f"fit: strategy {self.core.strategy.summary()}, {self.world_size} process(es) on "

@@ -41,6 +41,7 @@ def save(trainer: Trainer, path: Path, *, weights_only: bool) -> Path:
         "callbacks": {c.state_key: own for c in trainer.callbacks if (own := c.state_dict())},
         "datamodule": trainer.datamodule.state_dict() if trainer.datamodule is not None else {},
         "strategy": strategy.name,
+        "export_files": trainer.world_size if strategy.exports_by_rank else 1,
         "world_size": trainer.world_size,
         "precision": trainer.core.precision,
         "scaler": strategy.scaler_state(),

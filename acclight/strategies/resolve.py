@@ -8,6 +8,7 @@ from typing import Any
 
 from acclight import strategies
 from acclight.messages import info
+from acclight.strategies.launch_file import warn_of_dropped_offload
 from acclight.strategies.strategy import Strategy
 
 _CLASSES = {
@@ -84,7 +85,9 @@ def launched_kind() -> str | None:
 
 def _from_launch(kind: str | None) -> Strategy:
     if kind == "fsdp2":
-        return _class_of(kind)(**_launched_fsdp())
+        fields = _launched_fsdp()
+        warn_of_dropped_offload(bool(fields.get("cpu_offload")))
+        return _class_of(kind)(**fields)
     if kind == "deepspeed":
         return _with_launched_clip(_class_of(kind)(**_launched_deepspeed()))
     return _class_of(kind or "single")()
@@ -95,6 +98,8 @@ def _complete_from_launch(strategy: Strategy) -> None:
     launched = _launched_fsdp() if strategy.kind == "fsdp2" else _launched_deepspeed()
     launched.pop("version", None)
     given = dict(strategy.given_fields)
+    if strategy.kind == "fsdp2":
+        warn_of_dropped_offload(bool(launched.get("cpu_offload")) or "cpu_offload" in given)
     for name in given.keys() & launched.keys():
         if given[name] != launched[name]:
             info(f"{name}={given[name]!r} of the script's strategy wins over {launched[name]!r} of the launcher")
