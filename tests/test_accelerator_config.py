@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from acclight import TrainModule
 from acclight.accelerator_config import AcceleratorConfig
-from tests.distributed import RankChecks
+from tests.distributed import RankChecks, run_ranks
 from tests.scenarios import Scalar, quiet_trainer, whole
 
 on_two_ranks = RankChecks(world_size=2, timeout=120.0)
@@ -299,7 +299,7 @@ class Rows(Dataset[int]):
 @on_two_ranks
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
 @pytest.mark.parametrize("kind", ["Stream", "Rows"])
-@pytest.mark.parametrize("length", [0, 1, 7, 8, 9, 10, 11])
+@pytest.mark.parametrize("length", [0, 3, 8, 9, 10, 11])
 def test_dispatched_batches_are_those_that_each_rank_would_read(kind: str, length: int, strategy: str) -> None:
     make: Any = {"Stream": Stream, "Rows": Rows}[kind]
     results = []
@@ -319,3 +319,127 @@ def test_dispatched_batches_are_those_that_each_rank_would_read(kind: str, lengt
             assert len(training.read) <= length + 1, "one more at most, to fill up the end of an epoch"
             assert sorted(validation.read) == list(range(length)), "each sample once"
     assert results[0] == results[1]
+
+
+@on_two_ranks
+def test_a_stream_is_dispatched_unless_told_otherwise() -> None:
+    for asked, read_elsewhere in ((None, False), (True, False), (False, True)):
+        stream = Stream(8)
+        module, trainer = fitted(DataLoader(stream, batch_size=2), dispatch_batches=asked)
+        assert module.trained == ([[0, 2], [4, 6]], [[1, 3], [5, 7]])[trainer.global_rank]
+        assert bool(stream.read) is (trainer.global_rank == 0 or read_elsewhere)
+    table = Rows(8)
+    fitted(DataLoader(table, batch_size=2))
+    assert len(table.read) == 4, "a map-style dataset is not: each rank reads its own"
+
+
+class Divided(Stream):
+    """Gives each worker its own part, as torch's documentation shows."""
+
+    def __iter__(self) -> Iterator[int]:
+        info: Any = torch.utils.data.get_worker_info()
+        yield from range(info.id, self.length, info.num_workers)
+
+
+@on_two_ranks
+def test_dispatch_with_workers_and_without_batching() -> None:
+    def samples(batches: list[list[int]]) -> list[int]:
+        import torch.distributed as dist
+
+        ranks: list[Any] = [None, None]
+        dist.all_gather_object(ranks, batches)
+        return sorted(sample for rank in ranks for batch in rank for sample in batch)
+
+    # Parts of 7 and 6 samples: what each worker leaves over is put together, and no sample is lost or twice.
+    for stream in (Stream(13), Divided(13)):
+        module, _ = fitted(
+            DataLoader(stream, 2, num_workers=2), DataLoader(stream, 2, num_workers=2), dispatch_batches=True
+        )
+        assert samples(module.validated) == list(range(13))
+        trained = samples(module.trained)
+        assert (len(trained), len(set(trained))) == (12, 12), "the last one is not enough for both ranks"
+    module, trainer = fitted(DataLoader(Stream(5), batch_size=None, collate_fn=lambda i: torch.tensor([i])))
+    assert module.trained == ([[0], [2]], [[1], [3]])[trainer.global_rank]
+    module, trainer = fitted(DataLoader(Stream(7), batch_size=2, drop_last=True))
+    assert module.trained == ([[0, 2]], [[1, 3]])[trainer.global_rank]
+
+
+@on_two_ranks
+def test_dispatched_predictions_come_in_order_and_a_resume_goes_on(tmp_path: Path) -> None:
+    for data in (Stream(7), Rows(7)):
+        trainer = quiet_trainer(strategy="ddp", accelerator_config={"dispatch_batches": True})
+        predictions = trainer.predict(Seen(), DataLoader(data, batch_size=2))
+        assert torch.cat(predictions).tolist() == list(range(7))
+        limited = quiet_trainer(
+            strategy="ddp", limit_predict_batches=1, accelerator_config={"dispatch_batches": True}
+        ).predict(Seen(), DataLoader(data, batch_size=2))
+        assert torch.cat(limited).tolist() == [0, 1, 2, 3]
+    for kind in (Stream, Rows):
+        first = quiet_trainer(strategy="ddp", max_steps=2, accelerator_config={"dispatch_batches": True})
+        first.fit(Seen(), DataLoader(kind(16), batch_size=2))
+        first.save_checkpoint(tmp_path / kind.__name__)
+        module = Seen()
+        second = quiet_trainer(strategy="ddp", max_epochs=1, accelerator_config={"dispatch_batches": True})
+        second.fit(module, DataLoader(kind(16), batch_size=2), ckpt_path=tmp_path / kind.__name__)
+        seen = {Stream: ([8, 10], [9, 11]), Rows: ([8, 9], [10, 11])}[kind][second.global_rank]
+        assert module.trained[0] == seen
+        assert len(module.trained) == 2
+
+
+@on_two_ranks
+def test_dispatch_says_what_it_cannot_do_and_what_rank_0_met() -> None:
+    class Failing(Stream):
+        def __iter__(self) -> Iterator[int]:
+            yield 0
+            raise OSError("the disk is gone")
+
+    trainer = quiet_trainer(strategy="ddp", max_epochs=1)
+    error, message = (
+        (OSError, "the disk") if trainer.is_global_zero else (RuntimeError, "rank 0, .* OSError: the disk is gone")
+    )
+    with pytest.raises(error, match=message):
+        trainer.fit(Seen(), DataLoader(Failing(4), batch_size=1))
+    sampler = torch.utils.data.DistributedSampler(Rows(8))
+    with pytest.raises(ValueError, match="the loader divides itself among the ranks"):
+        fitted(DataLoader(Rows(8), sampler=sampler, batch_size=1), dispatch_batches=True)
+    with pytest.raises(ValueError, match="needs a DataLoader, and this is a list"):
+        fitted([torch.ones(1)], dispatch_batches=True)
+
+
+# --- a state that is there already -----------------------------------------------------------------------------------------
+
+
+def configured_state() -> None:
+    from accelerate import Accelerator
+    from accelerate.state import PartialState
+
+    loader = DataLoader(torch.ones(4, 1), batch_size=1)
+    asked = {"use_configured_state": True}
+    with pytest.raises(ValueError, match=r"there is no state: make a PartialState\(\) or an Accelerator\(\)"):
+        quiet_trainer(strategy="ddp", accelerator_config=asked)
+    state = PartialState(cpu=True)
+    for strategy in ("ddp", "fsdp2"):
+        trainer = quiet_trainer(strategy=strategy, max_steps=1, accelerator_config=asked)
+        trainer.fit(Seen(), loader)
+        assert trainer.accelerator.state.backend == state.backend
+        assert trainer.global_rank == state.process_index
+        assert str(state.distributed_type.value) == "MULTI_CPU", "the script's own is as it was"
+    with pytest.raises(ValueError, match=r"of the kind 'MULTI_CPU', and the Trainer's strategy is 'deepspeed'"):
+        quiet_trainer(strategy="deepspeed_stage_2", accelerator_config=asked)
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16")
+    trainer = quiet_trainer(max_steps=1, accelerator_config=asked)
+    assert (trainer.strategy.name, trainer.core.precision) == ("ddp", "bf16-mixed")
+    trainer.fit(Seen(), loader)
+    assert quiet_trainer(precision="bf16", accelerator_config=asked).core.precision == "bf16-mixed"
+    with pytest.raises(ValueError, match=r"precision='16-mixed', but the Accelerator .* has mixed_precision='bf16'"):
+        quiet_trainer(precision="16-mixed", accelerator_config=asked)
+    with pytest.raises(
+        ValueError, match=r"of the kind 'MULTI_CPU', and the Trainer's strategy is 'fsdp2': use .*'ddp'"
+    ):
+        quiet_trainer(strategy="fsdp2", accelerator_config=asked)
+    assert quiet_trainer().core.precision == "32-true", "without asking, a Trainer has a state of its own"
+    assert accelerator.mixed_precision == "bf16"
+
+
+def test_a_state_that_is_there_already_is_used() -> None:
+    run_ranks(configured_state, world_size=2)

@@ -342,8 +342,8 @@ def _tensor_parallel_errors(accelerator: Any) -> Iterator[None]:
             raise
         raise ImportError(
             f"parallelism: tp_size={accelerator.parallelism_config.tp_size} cannot be prepared by accelerate "
-            f"{version('accelerate')} with transformers {version('transformers')} ({error.msg}): use versions that fit together, or dp_shard_size and "
-            "dp_replicate_size alone"
+            f"{version('accelerate')} with transformers {version('transformers')} ({error.msg}): use versions "
+            "that fit together, or dp_shard_size and dp_replicate_size alone"
         ) from error
 
 
