@@ -138,7 +138,7 @@ def test_a_tensor_parallel_model_is_made_and_accelerate_cannot_prepare_it_still(
 @pytest.mark.parametrize(
     ("strategy", "sizes", "message"),
     [
-        ("fsdp2", {"dp_replicate_size": 2, "dp_shard_size": 4}, r"dp_replicate_size=2 x dp_shard_size=4 makes 8, but there are 4"),
+        ("fsdp2", {"dp_replicate_size": 2, "dp_shard_size": 4}, "dp_replicate_size=2 x dp_shard_size=4 makes 8, but there are"),
         ("fsdp2", {"dp_shard_size": 2}, "dp_shard_size=2 makes 2, but there are 4 processes; the product must be 4"),
         ("fsdp2", {}, "all sizes are 1 makes 1, but there are 4"),
         ("fsdp2", {"tp_size": 4}, r"\(tp_size=4\) leaves FSDP2 nothing to shard over"),
