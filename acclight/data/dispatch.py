@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from itertools import islice, repeat
 from typing import Any
 
@@ -87,16 +87,20 @@ class DispatchReader:
             RuntimeError: Rank 0 could not read; there its own exception is raised.
         """
         rounds = None if self._source is None else self._source.rounds(start)
-        for _ in repeat(None) if at_most is None else repeat(None, at_most):
-            part, last, trouble = self._exchange(rounds)
-            if trouble is not None:
-                raise RuntimeError(f"rank 0, which reads for all ranks (dispatch_batches), failed with {trouble}")
-            if part is not None:
-                yield part
-            if last:
-                return
+        try:
+            for _ in repeat(None) if at_most is None else repeat(None, at_most):
+                part, last, trouble = self._exchange(rounds)
+                if trouble is not None:
+                    raise RuntimeError(f"rank 0, which reads for all ranks (dispatch_batches), failed with {trouble}")
+                if part is not None:
+                    yield part
+                if last:
+                    return
+        finally:
+            if rounds is not None:
+                rounds.close()
 
-    def _exchange(self, rounds: Iterator[Round] | None) -> tuple[tuple[Any, Dealt] | None, bool, str | None]:
+    def _exchange(self, rounds: Generator[Round] | None) -> tuple[tuple[Any, Dealt] | None, bool, str | None]:
         if rounds is None:
             received: tuple[tuple[Any, Dealt] | None, bool, str | None] = self._scatter(None)
             return received
@@ -130,7 +134,7 @@ class RoundSource:
         """Makes (seed, epoch) the one whose order is read."""
         raise NotImplementedError
 
-    def rounds(self, start: int) -> Iterator[Round]:
+    def rounds(self, start: int) -> Generator[Round]:
         """The rounds from the sample at position `start` on; only the last one may have a None."""
         raise NotImplementedError
 
@@ -155,7 +159,7 @@ class RanksSource(RoundSource):
         for reader in self._readers:
             reader.begin(seed, epoch)
 
-    def rounds(self, start: int) -> Iterator[Round]:
+    def rounds(self, start: int) -> Generator[Round]:
         """See `RoundSource`."""
         walks = [reader.read(start, None) for reader in self._readers]
         while any(made := [next(walk, None) for walk in walks]):
@@ -200,7 +204,7 @@ class StreamSource(RoundSource):
         """See `RoundSource`."""
         self._reader.begin(seed, epoch)
 
-    def rounds(self, start: int) -> Iterator[Round]:
+    def rounds(self, start: int) -> Generator[Round]:
         """See `RoundSource`."""
         left: list[Any] = []
         for (is_round, made), _ in self._reader.read(start, None):

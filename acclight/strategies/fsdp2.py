@@ -102,7 +102,7 @@ class FSDP2Strategy(Strategy):
         if state_dict_type not in (None, "FULL_STATE_DICT", "SHARDED_STATE_DICT"):
             raise ValueError(f"state_dict_type={state_dict_type!r}: choose FULL_STATE_DICT or SHARDED_STATE_DICT")
         if isinstance(transformer_cls_names_to_wrap, str):
-            transformer_cls_names_to_wrap = transformer_cls_names_to_wrap.split(",")
+            transformer_cls_names_to_wrap = [name.strip() for name in transformer_cls_names_to_wrap.split(",")]
         if auto_wrap_policy.upper() not in POLICIES:
             raise ValueError(f"auto_wrap_policy={auto_wrap_policy!r}: choose one of {', '.join(POLICIES)}")
         if auto_wrap_policy.upper() == "SIZE_BASED_WRAP" and not min_num_params:
