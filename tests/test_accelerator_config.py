@@ -441,5 +441,28 @@ def configured_state() -> None:
     assert accelerator.mixed_precision == "bf16"
 
 
-def test_a_state_that_is_there_already_is_used() -> None:
-    run_ranks(configured_state, world_size=2)
+def configured_fsdp() -> None:
+    import torch.distributed as dist
+    from accelerate import Accelerator
+    from accelerate.utils import FullyShardedDataParallelPlugin
+
+    from acclight.strategies import on_cpu
+
+    dist.init_process_group("gloo")
+    on_cpu.claim_fsdp()
+    Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2), mixed_precision="bf16")
+    asked = {"use_configured_state": True}
+    trainer = quiet_trainer(strategy="fsdp2", max_steps=1, accelerator_config=asked)
+    trainer.fit(Seen(), DataLoader(torch.ones(4, 1), batch_size=1))
+    assert (trainer.strategy.name, trainer.core.precision) == ("fsdp2", "bf16-mixed")
+    for strategy in ("ddp", "auto"):
+        with pytest.raises(
+            ValueError, match=r"of the kind 'FSDP', and the Trainer's strategy is 'ddp': use .* 'fsdp2'"
+        ):
+            quiet_trainer(strategy=strategy, accelerator_config=asked)
+    assert quiet_trainer(strategy="ddp").strategy.name == "ddp", "what a script made by hand is no launcher's wish"
+
+
+@pytest.mark.parametrize("state", [configured_state, configured_fsdp])
+def test_a_state_that_is_there_already_is_used(state: Any) -> None:
+    run_ranks(state, world_size=2)

@@ -6,6 +6,8 @@ import difflib
 import os
 from typing import Any
 
+from accelerate.state import AcceleratorState
+
 from acclight import strategies
 from acclight.messages import info
 from acclight.strategies.launch_file import warn_of_dropped_offload
@@ -74,13 +76,24 @@ def resolve_strategy(strategy: str | Strategy) -> Strategy:
 
 def launched_kind() -> str | None:
     """The kind "fsdp2", "deepspeed" or "ddp" where a launcher says so (accelerate launch, torchrun); None for a plain start."""
-    if _flag("ACCELERATE_USE_DEEPSPEED"):
+    if _flag("ACCELERATE_USE_DEEPSPEED") and not _made_by_hand("DEEPSPEED", "ACCELERATE_DEEPSPEED_ZERO_STAGE"):
         return "deepspeed"
-    if _flag("ACCELERATE_USE_FSDP"):
+    if _flag("ACCELERATE_USE_FSDP") and not _made_by_hand("FSDP", "FSDP_VERSION"):
         return "fsdp2"
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         return "ddp"
     return None
+
+
+def _made_by_hand(kind: str, launchers: str) -> bool:
+    """An Accelerator of the script's own has announced this kind, by the variable that a launcher uses.
+
+    Args:
+        kind: Accelerate's DistributedType.
+        launchers: What a launcher sets besides.
+    """
+    made = AcceleratorState._shared_state.get("distributed_type")
+    return launchers not in os.environ and made is not None and made.value == kind
 
 
 def _from_launch(kind: str | None) -> Strategy:
