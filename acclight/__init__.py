@@ -6,6 +6,8 @@ from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
+from acclight.accelerate_version import check_accelerate
+
 if TYPE_CHECKING:
     from acclight import checkpoint
     from acclight.callback import Callback
@@ -15,6 +17,8 @@ if TYPE_CHECKING:
     from acclight.trainer import Trainer
 
 __all__ = ["Callback", "DataModule", "LossSum", "TrainModule", "Trainer", "checkpoint", "seed_everything"]
+
+check_accelerate()
 
 _PLACES = {
     "Callback": "callback",

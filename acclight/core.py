@@ -9,15 +9,18 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from accelerate import Accelerator
+from accelerate import Accelerator, ParallelismConfig
+from accelerate.utils import DataLoaderConfiguration, GradientAccumulationPlugin
 from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from acclight.accelerator_config import AcceleratorConfig
 from acclight.messages import info
 from acclight.strategies import process_group
 from acclight.strategies.compiling import LAUNCHER_VARIABLES, Compilation, counters_may_change, resolve_compilation
-from acclight.strategies.isolation import Isolation
+from acclight.strategies.isolation import Isolation, configured_precision
+from acclight.strategies.parallelism import resolve_parallelism
 from acclight.strategies.precision import Precision, precision_source, resolve_precision
 from acclight.strategies.resolve import launched_kind
 from acclight.strategies.strategy import Strategy
@@ -105,6 +108,8 @@ class AcceleratorCore:
         clip_val: Largest gradient norm or element; 0 or None for no clipping.
         clip_algorithm: "norm" or "value".
         compilation: As the Trainer's `compile` was given.
+        config: How data is shared out and gradients accumulated. Default: AcceleratorConfig().
+        parallelism: As the Trainer was given it.
     """
 
     def __init__(
@@ -115,10 +120,20 @@ class AcceleratorCore:
         clip_val: float | None,
         clip_algorithm: str,
         compilation: bool | str | Mapping[str, Any] | None = None,
+        config: AcceleratorConfig | None = None,
+        parallelism: ParallelismConfig | Mapping[str, Any] | None = None,
     ) -> None:
         vars(rank_zero_only)["rank"] = int(os.environ.get("RANK", "0"))
         self.strategy = strategy
+        self.config = config = AcceleratorConfig() if config is None else config
+        if config.sync_each_batch and strategy.kind == "deepspeed":
+            raise ValueError(
+                f"gradient_accumulation_kwargs: sync_each_batch=True cannot be used with {strategy.name!r}, whose engine "
+                "averages once per window; leave it out, or use the strategy 'fsdp2' or 'ddp'"
+            )
         configured = strategy.configured_precision()
+        if config.use_configured_state:
+            configured = configured or configured_precision(strategy.kind, precision)
         self._precision = strategy.precision = resolve_precision(precision, configured)
         self.compilation = resolve_compilation(compilation)
         launched = os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1")
@@ -126,6 +141,8 @@ class AcceleratorCore:
         self.clip_val = float(clip_val or 0.0)
         self.clip_algorithm = clip_algorithm
         self.isolation = Isolation(self._environment(strategy))
+        if config.use_configured_state:
+            self.isolation.take_over()
         use_cpu = os.environ.get("ACCELERATE_USE_CPU", "false").lower() in ("1", "true", "yes", "on")
         device_type = "cuda" if torch.cuda.is_available() and not use_cpu else "cpu"
         launched = "launcher" if process_group.launched() else "default"
@@ -138,6 +155,9 @@ class AcceleratorCore:
         }
         if strategy.distributed:
             process_group.join(strategy.backend or process_group.default_backend(device_type), strategy.timeout)
+        resolved = resolve_parallelism(
+            parallelism, strategy=strategy.name, world_size=dist.get_world_size() if strategy.distributed else 1
+        )
         with self.isolation.active():
             strategy.claim_process_state(device_type)
             arguments = strategy.accelerator_arguments(
@@ -148,14 +168,30 @@ class AcceleratorCore:
                 mixed_precision=self._precision.accelerate,
                 cpu=strategy.kind in ("single", "ddp") and device_type == "cpu",
                 step_scheduler_with_optimizer=False,
+                # For loaders that a script prepares itself; the Trainer's are shared out by acclight.data.
+                dataloader_config=DataLoaderConfiguration(
+                    split_batches=config.split_batches, dispatch_batches=config.dispatch_batches,
+                    even_batches=config.even_batches, use_seedable_sampler=config.use_seedable_sampler,
+                    data_seed=config.data_seed, non_blocking=config.non_blocking,
+                ),
+                # One, whatever the window: the loop weights its micro-batches itself, and nothing is divided twice.
+                gradient_accumulation_plugin=GradientAccumulationPlugin(
+                    num_steps=1, sync_each_batch=config.sync_each_batch
+                ),
+                parallelism_config=resolved,
                 **arguments,
-            )
+            )  # fmt: skip
         strategy.check_accelerator(self.accelerator)
         # Accelerate calls a CPU "cpu:0" in some groups, which torch.compile takes for another device than a tensor's "cpu".
         self.device = torch.device("cpu") if device_type == "cpu" else self.accelerator.device
         self.world_size: int = self.accelerator.num_processes
         self.global_rank: int = self.accelerator.process_index
         self.local_rank: int = max(self.accelerator.local_process_index, 0)
+        # In Accelerate's mesh the ranks that compute one batch together (tensor and context parallelism) lie side by side.
+        self._ranks_per_batch: int = resolved.non_data_parallel_size if resolved is not None else 1
+        #: Which share of the data this rank reads, and of how many.
+        self.data_rank = self.global_rank // self._ranks_per_batch
+        self.data_world_size = self.world_size // self._ranks_per_batch
         vars(rank_zero_only)["rank"] = self.global_rank
         self._trainable: list[nn.Parameter] = []
         self._norm: Tensor | None = None
@@ -172,7 +208,10 @@ class AcceleratorCore:
             variables |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
             variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
         # The Trainer sees to the window, the precision and the compilation itself.
-        own = ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "ACCELERATE_MIXED_PRECISION", *LAUNCHER_VARIABLES)
+        own = (
+            "ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "ACCELERATE_MIXED_PRECISION", "ACCELERATE_USE_PARALLELISM_CONFIG",
+            *LAUNCHER_VARIABLES,
+        )  # fmt: skip
         return variables | dict.fromkeys(own)
 
     def check_window(self, accumulate: int, batch_size: int | None) -> None:
@@ -247,6 +286,7 @@ class AcceleratorCore:
 
     def begin_micro_batch(self, last: bool) -> None:
         """Announces the next forward and backward; `last` ends the window, and gradients are averaged over the ranks."""
+        last = last or self.config.sync_each_batch
         if last is not self._synced:
             self.strategy.set_gradient_sync(last)
             self._synced = last
@@ -415,6 +455,16 @@ class AcceleratorCore:
             return value
         box = [value]
         dist.broadcast_object_list(box, src=0)
+        return box[0]
+
+    def scatter_objects(self, values: Sequence[Any] | None) -> Any:
+        """This rank's entry of the list that rank 0 gives, one for each share of the data; the other ranks give None."""
+        if self.world_size == 1:
+            assert values is not None
+            return values[0]
+        box: list[Any] = [None]
+        every = None if values is None else [values[rank // self._ranks_per_batch] for rank in range(self.world_size)]
+        dist.scatter_object_list(box, every, src=0)
         return box[0]
 
     @contextmanager

@@ -103,7 +103,13 @@ class TrainModule(ModuleHooks):
         """Moves a batch to the device: tensors in dicts, lists, tuples, dataclasses, and whatever has `.to(device)`."""
         from lightning_utilities.core.apply_func import apply_to_collection
 
-        return apply_to_collection(batch, _Movable, lambda part: part.to(device))
+        if self._trainer is None or not self._trainer.core.config.non_blocking:
+            return apply_to_collection(batch, _Movable, lambda part: part.to(device))
+
+        def move(part: Any) -> Any:
+            return part.to(device, non_blocking=True) if isinstance(part, Tensor) else part.to(device)
+
+        return apply_to_collection(batch, _Movable, move)
 
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         """May change a batch before it is moved to the device."""

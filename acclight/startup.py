@@ -36,15 +36,14 @@ class Setting:
         return text if self.source == "default" else f"{text} [{self.source}]"
 
 
-def announce(trainer: Trainer, loader: Any, *, resumed: bool) -> None:
+def announce(trainer: Trainer, *, resumed: bool) -> None:
     """Says in a few lines what is in force, once, and gives it to the loggers with the hyper-parameters.
 
     Args:
         trainer: In fit, ready to train.
-        loader: The user's training loader.
         resumed: The state came from a checkpoint.
     """
-    settings = in_force(trainer, loader, resumed=resumed)
+    settings = in_force(trainer, resumed=resumed)
     validation = trainer.validation.summary() if trainer.validation is not None else "no validation"
     info("\n".join(lines(settings, validation, _places(trainer))))
     if trainer.is_global_zero:
@@ -56,7 +55,7 @@ def announce(trainer: Trainer, loader: Any, *, resumed: bool) -> None:
         guarded.begin(trainer.loggers, {name: one.value for name, one in settings.items()}, hparams)
 
 
-def in_force(trainer: Trainer, loader: Any, *, resumed: bool) -> dict[str, Setting]:
+def in_force(trainer: Trainer, *, resumed: bool) -> dict[str, Setting]:
     """Every setting by name, in the order in which it is said; a strategy's fields are "strategy.<field>"."""
     core, sources = trainer.core, trainer.core.sources
 
@@ -74,10 +73,10 @@ def in_force(trainer: Trainer, loader: Any, *, resumed: bool) -> dict[str, Setti
         settings["compile"] = argument("compile", "regional" if core.compilation.regional else True, "launcher")
     accumulation = trainer.accumulate_grad_batches
     settings["accumulate_grad_batches"] = argument("accumulate_grad_batches", accumulation)
-    size = getattr(loader, "batch_size", None) or getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
-    if isinstance(size, int):
+    size = trainer.data.batch_size if trainer.data is not None else None
+    if size is not None:
         settings["batch_size"] = Setting(size)
-        settings["effective_batch_size"] = Setting(size * trainer.world_size * accumulation)
+        settings["effective_batch_size"] = Setting(size * core.data_world_size * accumulation)
     settings["gradient_clip_val"] = argument(
         "gradient_clip_val", core.clip_val, core.strategy.clip_source if core.clip_val else "default"
     )

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from acclight import arguments
+from acclight.accelerator_config import AcceleratorConfig
 from acclight.callback import Callback, Hooks, in_order, with_module_callbacks
 from acclight.checkpoint import snapshot
 from acclight.core import AcceleratorCore
@@ -37,7 +38,7 @@ from acclight.strategies.resolve import resolve_strategy
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from accelerate import Accelerator
+    from accelerate import Accelerator, ParallelismConfig
     from accelerate.tracking import GeneralTracker
 
     from acclight.data import EvalData, TrainData
@@ -81,6 +82,10 @@ class Trainer:
         inference_mode: Evaluate under torch.inference_mode where the strategy can. Default True.
         compile: True compiles the step methods with torch.compile, "regional" the blocks that the model repeats, a dict gives
             torch.compile's arguments (and "regional": True). Default: what the launcher says, else no compilation.
+        accelerator_config: How loaders are shared out and gradients accumulated: an `AcceleratorConfig`, a dict of its fields or
+            the path of a JSON file.
+        parallelism: Accelerate's ParallelismConfig, or a dict of its fields (dp_replicate_size, dp_shard_size, tp_size, cp_size):
+            the mesh over which strategy "fsdp2" shards. Default: what the launcher says, else all processes in one row.
         default_root_dir: Where loggers and checkpoints go. Default: the working directory.
         enable_progress_bar: Show progress. Default True.
         enable_checkpointing: Save checkpoints where no ModelCheckpoint is given. Default True.
@@ -124,6 +129,8 @@ class Trainer:
         detect_anomaly: bool = False,
         inference_mode: bool = True,
         compile: bool | str | dict[str, Any] | None = None,  # noqa: A002  # torch's and Lightning's name
+        accelerator_config: AcceleratorConfig | Mapping[str, Any] | str | Path | None = None,
+        parallelism: ParallelismConfig | Mapping[str, Any] | None = None,
         default_root_dir: str | Path | None = None,
         enable_progress_bar: bool = True,
         enable_checkpointing: bool = True,
@@ -143,7 +150,8 @@ class Trainer:
         self.max_time = arguments.as_timedelta(max_time)
         self.min_epochs = min_epochs
         self.min_steps = min_steps
-        self.accumulate_grad_batches = accumulate_grad_batches
+        config = AcceleratorConfig.read(accelerator_config)
+        self.accumulate_grad_batches = config.accumulation(accumulate_grad_batches)
         self.log_every_n_steps = log_every_n_steps
         self.val_check_interval = val_check_interval
         self.check_val_every_n_epoch = check_val_every_n_epoch
@@ -193,6 +201,8 @@ class Trainer:
             clip_val=resolved.configured_clip if gradient_clip_val is None else gradient_clip_val,
             clip_algorithm=gradient_clip_algorithm,
             compilation=compile,
+            config=config,
+            parallelism=parallelism,
         )
         self.metrics = MetricStore(self.core, self.core.device)
         self.loggers = loggers
@@ -259,7 +269,7 @@ class Trainer:
                 )
             begun = self._begun_epoch(module)
             self.data = training_data(self, source)
-            self.core.check_window(self.accumulate_grad_batches, getattr(source, "batch_size", None))
+            self.core.check_window(self.accumulate_grad_batches, self.data.batch_size)
             if begun is not None and begun["dataset"] == self.data.state_dict()["dataset"]:
                 self.data.load_state_dict(begun)
             self.validation = FitValidation(self, self._eval_loaders("val", val_dataloaders))
@@ -271,7 +281,7 @@ class Trainer:
                 self.metrics.forget_training()
                 info(f"resumed from {reader.path} at step {self.global_step}")
             self._loop = FitLoop(self, self.core, module, self.data, self.validation)
-            announce(self, source, resumed=reader is not None and not reader.trainer["weights_only"])
+            announce(self, resumed=reader is not None and not reader.trainer["weights_only"])
             for call in self.hooks.on_fit_start:
                 call()
             if self.global_step == 0 and not self._loop.limit_reached():

@@ -98,7 +98,7 @@ def test_a_file_and_the_launcher_are_named(tmp_path: Path, monkeypatch: pytest.M
 def test_two_ranks(tmp_path: Path) -> None:
     trainer = quiet_trainer(strategy="ddp", max_steps=1, accumulate_grad_batches=2)
     trainer.fit(Scalar(), loader())
-    settings = in_force(trainer, loader(), resumed=False)
+    settings = in_force(trainer, resumed=False)
     assert str(settings["processes"]) == "2 [launcher]"
     assert settings["effective_batch_size"].value == 2 * 2 * 2
 

@@ -17,6 +17,7 @@ from acclight.checkpoint.stored import read_document, read_tensors, stored_tenso
 from acclight.checkpoint.values import decode
 
 WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
 CONFIG = "config.json"
 
 
@@ -51,9 +52,16 @@ def read_trainer(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def export(
-    path: str | os.PathLike[str], out: str | os.PathLike[str], *, prefix: str | None = None, keep_tied: bool = False
+    path: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    *,
+    prefix: str | None = None,
+    keep_tied: bool = False,
+    files: int | None = None,
 ) -> Path:
     """Write a checkpoint's model as one Hugging Face folder: model.safetensors and, where it is known, config.json.
+
+    With more files than one they are model-00001-of-0000n.safetensors and so on, with the index that `from_pretrained` reads.
 
     The configuration is trainer.json's "hf_config". Takes the memory of one model, in one process.
 
@@ -63,6 +71,7 @@ def export(
         prefix: export only the names that begin with it, without it ("model." for a module that holds the
             transformer as `self.model`). Default: trainer.json's "hf_prefix", else "".
         keep_tied: also write the aliases of tied weights. Without them, `from_pretrained` ties the weights again.
+        files: how many files the weights are spread over, in equal parts. Default: trainer.json's "export_files", else 1.
 
     Returns:
         `out`.
@@ -71,7 +80,7 @@ def export(
         CheckpointError: the checkpoint is damaged, a file is in the way, or no name begins with `prefix`.
     """
     out = Path(out)
-    for name in (WEIGHTS, CONFIG):
+    for name in (WEIGHTS, INDEX, CONFIG):
         if os.path.lexists(out / name):
             raise CheckpointError(f"{out / name} exists, and is not written over: give another folder or remove it.")
     weights, tied, trainer = _read(Path(path))
@@ -85,26 +94,47 @@ def export(
             f"prefix {prefix!r} does not fit the model's names: {', '.join(sorted(weights)[:5])}, ..."
         )
     config = trainer["hf_config"]
+    parts = _spread(chosen, int(trainer["export_files"] or 1) if files is None else files)
     try:
         out.mkdir(parents=True, exist_ok=True)
-        temporary = out / f".{WEIGHTS}.saving"
-        safetensors.torch.save_file(chosen, temporary, metadata={"format": "pt"})
+        for name, tensors in parts.items():
+            safetensors.torch.save_file(tensors, out / f".{name}.saving", metadata={"format": "pt"})
         if config is not None:
             (out / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
-        os.replace(temporary, out / WEIGHTS)
+        for name in parts:
+            os.replace(out / f".{name}.saving", out / name)
+        if len(parts) > 1:
+            total = sum(tensor.nbytes for tensor in chosen.values())
+            where = {tensor: name for name, tensors in parts.items() for tensor in tensors}
+            index = {"metadata": {"total_size": total}, "weight_map": where}
+            (out / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
     except OSError as exc:
         raise CheckpointError(f"cannot export to {out}: {exc}") from exc
     return out
 
 
-def _read(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str], dict[str, object]]:
+def _spread(tensors: dict[str, torch.Tensor], files: int) -> dict[str, dict[str, torch.Tensor]]:
+    """The tensors by file, each file about as large as the others and none empty."""
+    files = min(files, len(tensors))
+    if files <= 1:
+        return {WEIGHTS: tensors}
+    groups: list[dict[str, torch.Tensor]] = [{} for _ in range(files)]
+    sizes = [0] * files
+    for name in sorted(tensors, key=lambda one: (-tensors[one].nbytes, one)):
+        least = min(range(files), key=lambda i: (len(groups[i]) > 0, sizes[i]))
+        groups[least][name] = tensors[name]
+        sizes[least] += tensors[name].nbytes
+    return {f"model-{i:05d}-of-{files:05d}.safetensors": group for i, group in enumerate(groups, 1)}
+
+
+def _read(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str], dict[str, Any]]:
     _raise_if(path, layout.verify(path))
     folder, file = path / layout.MODEL_FOLDER, path / layout.TRAINER
     document = read_json(file)
     if not isinstance(document, dict):
         raise CheckpointError(f"{file} holds no mapping.")
     # Only these: the rest may refer to tensors (averaged weights of a callback) that are not wanted in memory here.
-    trainer = {key: decode(document.get(key), {}) for key in ("tied", "hf_config", "hf_prefix")}
+    trainer = {key: decode(document.get(key), {}) for key in ("tied", "hf_config", "hf_prefix", "export_files")}
     return read_tensors(folder), tied_names(trainer, stored_tensors(folder), file), trainer
 
 

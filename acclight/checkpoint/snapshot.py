@@ -42,6 +42,7 @@ def save(trainer: Trainer, path: Path, *, weights_only: bool) -> Path:
         "datamodule": trainer.datamodule.state_dict() if trainer.datamodule is not None else {},
         "loggers": {one.state_key: own for one in trainer.loggers if (own := one.state_dict())},
         "strategy": strategy.name,
+        "export_files": trainer.world_size if strategy.exports_by_rank else 1,
         "world_size": trainer.world_size,
         "precision": trainer.core.precision,
         "scaler": strategy.scaler_state(),

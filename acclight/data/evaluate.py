@@ -8,10 +8,12 @@ from typing import Any
 from torch.utils.data import DataLoader, IterableDataset
 
 from acclight.data.deal import EvalDeal
+from acclight.data.dispatch import DispatchReader, RanksSource, RoundSource, Scatter, StreamSource, dispatches
 from acclight.data.indexed import IndexedReader
 from acclight.data.loader import Limit, Reader, check_limit, checked, limited, samples_of
 from acclight.data.order import EpochOrder
 from acclight.data.stream import PlainReader, StreamReader
+from acclight.data.train import split
 
 
 class EvalData:
@@ -30,12 +32,16 @@ class EvalData:
         limit: A number (int) of batches for each rank, or a fraction (float) of the batches of all ranks: a fraction
             is the same samples at any world size.
         limit_name: What a user calls the limit, for errors.
+        split_batches: Whether the loader's batch size is that of all ranks together.
         own_share: Whether the ranks were given different data (their `rank_identity` differs), so that each reads the
             whole of its own.
+        dispatch_batches: Whether rank 0 reads for all; None for streams that the ranks share.
+        scatter: How rank 0 sends; without it each rank reads for itself.
 
     Raises:
         TypeError: Several loaders, or nothing that can be iterated over.
-        ValueError: `limit` is out of range, or a fraction of an unknown length; a sampler was made for another rank.
+        ValueError: `limit` is out of range, or a fraction of an unknown length; the batch size cannot be split; a sampler
+            was made for another rank; `dispatch_batches` cannot be.
     """
 
     def __init__(
@@ -46,27 +52,46 @@ class EvalData:
         world_size: int,
         limit: Limit = 1.0,
         limit_name: str = "limit",
+        split_batches: bool = False,
         own_share: bool = False,
+        dispatch_batches: bool | None = None,
+        scatter: Scatter | None = None,
     ) -> None:
         self._loader, declared = checked(loader, rank, world_size)
-        self._own = declared or own_share
+        dispatched = scatter is not None and dispatches(
+            dispatch_batches, loader, world_size=world_size, declared=declared, own_share=own_share
+        )
+        self._options: dict[str, Any] = {
+            "rank": rank, "world_size": world_size, "limit": limit, "limit_name": limit_name, "split_batches": split_batches,
+            "own_share": own_share, "dispatch_batches": dispatch_batches, "scatter": scatter,
+        }  # fmt: skip
+        self._own = declared or (own_share and not dispatched)
         check_limit(limit, limit_name)
         self._limit_name = limit_name
         self._limit = limit
         self._first: int | None = None
-        self._rank = rank
         self._world = world_size
         self._given: list[Any] = []
         self._dealt: tuple[EvalDeal, EpochOrder] | None = None  # None for streams, whose length is not known
+        self._deals: list[EvalDeal] = []  # of all ranks, where this one reads for them
+        parts = split(loader, world_size) if split_batches else loader
         self._reader: Reader
-        if not isinstance(loader, DataLoader):
-            self._reader = PlainReader(loader, world_size=world_size)
-        elif isinstance(loader.dataset, IterableDataset):
-            self._reader = StreamReader(loader, rank=rank, world_size=world_size, own=self._own, whole_batches=True)
+        source: RoundSource | None = None
+        if not isinstance(parts, DataLoader):
+            self._reader = PlainReader(parts, world_size=world_size)
+        elif isinstance(parts.dataset, IterableDataset):
+            self._reader = StreamReader(parts, rank=rank, world_size=world_size, own=self._own, whole_batches=True)
+            if dispatched and rank == 0:
+                source = StreamSource(parts, world_size=world_size, whole_batches=True)
         else:
-            order, deal = EpochOrder(loader), EvalDeal(0, 1) if self._own else EvalDeal(rank, world_size)
+            order, deal = EpochOrder(parts), EvalDeal(0, 1) if self._own else EvalDeal(rank, world_size)
             self._dealt = deal, order
-            self._reader = IndexedReader(loader, order, deal, rank=rank, share=world_size if self._own else 1)
+            self._reader = IndexedReader(parts, order, deal, rank=rank, share=world_size if self._own else 1)
+            if dispatched and rank == 0:
+                self._deals = [EvalDeal(one, world_size) for one in range(world_size)]
+                source = RanksSource([IndexedReader(parts, order, one, rank=i) for i, one in enumerate(self._deals)])
+        if scatter is not None and dispatched:
+            self._reader = DispatchReader(self._reader, source, scatter, keep_last=True)
         self._at_most = self._apply_limit()
 
     @property
@@ -86,14 +111,7 @@ class EvalData:
 
     def first(self, batches: int) -> EvalData:
         """The same data, but at most so many batches for each rank."""
-        short = EvalData(
-            self._loader,
-            rank=self._rank,
-            world_size=self._world,
-            limit=self._limit,
-            limit_name=self._limit_name,
-            own_share=self._own,
-        )
+        short = EvalData(self._loader, **self._options)
         short._first = batches
         short._at_most = short._apply_limit()
         return short
@@ -146,7 +164,8 @@ class EvalData:
             if isinstance(self._limit, int)
             else limited(deal.total(order), self._limit, self._limit_name)
         )
-        deal.at_most = _least(most, None if self._first is None else self._first * self._world)
+        for one in (deal, *self._deals):
+            one.at_most = _least(most, None if self._first is None else self._first * self._world)
         return None
 
 

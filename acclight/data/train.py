@@ -10,6 +10,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from acclight.data.deal import TrainDeal
+from acclight.data.dispatch import DispatchReader, RanksSource, RoundSource, Scatter, StreamSource, dispatches
 from acclight.data.indexed import IndexedReader
 from acclight.data.loader import (
     Dealt,
@@ -56,11 +57,13 @@ class TrainData:
         even_batches: Whether the end of an epoch is filled up, to a multiple of world_size, with its first samples.
         own_share: Whether the ranks were given different data (their `rank_identity` differs), so that each reads the
             whole of its own.
+        dispatch_batches: Whether rank 0 reads for all; None for streams that the ranks share.
+        scatter: How rank 0 sends; without it each rank reads for itself.
 
     Raises:
         TypeError: Several loaders, or nothing that can be iterated over.
         ValueError: `limit` is out of range, or a fraction of an unknown length; the batch size cannot be split; a
-            sampler was made for another rank or world size.
+            sampler was made for another rank or world size; `dispatch_batches` cannot be.
     """
 
     def __init__(
@@ -74,8 +77,14 @@ class TrainData:
         split_batches: bool = False,
         even_batches: bool = True,
         own_share: bool = False,
+        dispatch_batches: bool | None = None,
+        scatter: Scatter | None = None,
     ) -> None:
         self._loader, declared = checked(loader, rank, world_size)
+        dispatched = scatter is not None and dispatches(
+            dispatch_batches, loader, world_size=world_size, declared=declared, own_share=own_share
+        )
+        own_share = own_share and not dispatched
         self._own_share = own_share
         self._own = declared or own_share
         check_limit(limit, LIMIT)
@@ -90,15 +99,26 @@ class TrainData:
         self._restored = False
         self._ahead: deque[Dealt] = deque()  # what was read, but not yet trained on
         parts = split(loader, world_size) if split_batches else loader
+        sizes = (getattr(one, "batch_size", None) for one in (parts, getattr(parts, "batch_sampler", None)))
+        self.batch_size: int | None = next((size for size in sizes if isinstance(size, int)), None)
+        """Samples of this rank's full batches; None when the loader does not say."""
         self._reader: Reader
+        source: RoundSource | None = None
         if not isinstance(parts, DataLoader):
             self._reader = PlainReader(parts, world_size=world_size)
         elif isinstance(parts.dataset, IterableDataset):
             self._reader = StreamReader(parts, rank=rank, world_size=world_size, own=self._own, whole_batches=False)
+            if dispatched and rank == 0:
+                source = StreamSource(parts, world_size=world_size, whole_batches=False)
         else:
             deal = TrainDeal(0, 1, even_batches) if self._own else TrainDeal(rank, world_size, even_batches)
             order = EpochOrder(parts)
             self._reader = IndexedReader(parts, order, deal, rank=rank, share=world_size if self._own else 1)
+            if dispatched and rank == 0:
+                deals = [TrainDeal(one, world_size, even_batches) for one in range(world_size)]
+                source = RanksSource([IndexedReader(parts, order, one, rank=i) for i, one in enumerate(deals)])
+        if scatter is not None and dispatched:
+            self._reader = DispatchReader(self._reader, source, scatter, keep_last=False)
         limited(self._reader.count(0), limit, LIMIT)  # raises now what would else be raised later
 
     @property
@@ -115,7 +135,7 @@ class TrainData:
     @property
     def ranks_agree(self) -> bool:
         """Whether all ranks have the same number of batches for certain; else the loop has to ask them."""
-        return self._world_size == 1 or (isinstance(self._reader, IndexedReader) and not self._own)
+        return self._world_size == 1 or (isinstance(self._reader, (IndexedReader, DispatchReader)) and not self._own)
 
     def begin_epoch(self, epoch: int) -> None:
         """Goes to the start of an epoch; of the epoch of a state just loaded, to where that was taken.
@@ -220,7 +240,7 @@ class TrainData:
 
 
 def split(loader: object, world_size: int) -> DataLoader[Any]:
-    """The loader with this rank's part of the batch size.
+    """The loader with this rank's part of the batch size; for training and evaluation.
 
     Raises:
         ValueError: There is no batch size, or it cannot be divided by the number of processes.

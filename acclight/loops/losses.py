@@ -107,7 +107,7 @@ class WindowLosses:
                 )
         elif isinstance(outputs, Nothing):
             # The other ranks' last backward exchanges gradients: this rank joins them with zeros.
-            if not self._seen:
+            if last and not self._seen:
                 self._notes.add(str(self._window))
             self.core.backward(outputs.zero, 1.0)
 

@@ -29,6 +29,11 @@ def predict(trainer: Trainer, loaders: dict[str, EvalData], keep: bool) -> list[
         Per loader the outputs of all batches of all ranks in the dataset's order, on every rank; tensors on the CPU.
     """
     core, hooks = trainer.core, trainer.hooks
+    if core.data_world_size != core.world_size:
+        raise ValueError(
+            f"predict cannot run with {core.world_size} processes that share {core.data_world_size} batches (parallelism with "
+            "tp_size or cp_size above 1): predict without parallelism, from a checkpoint"
+        )
     step, takes = step_arguments(trainer, "predict_step", len(loaders))
     # Where self.log says that there are no metrics.
     run = trainer.metrics.within(step, core.evaluate)

@@ -14,18 +14,21 @@ from acclight.data.loader import size_of
 from acclight.messages import info, warn
 
 if TYPE_CHECKING:
+    from acclight.accelerator_config import AcceleratorConfig
     from acclight.trainer import Trainer
 
 
 def training_data(trainer: Trainer, loader: Any) -> TrainData:
-    """What this rank reads of the training loader; the order of the samples follows torch's seed on rank 0."""
+    """What this rank reads of the training loader; the order of the samples follows rank 0's seed."""
+    core, config = trainer.core, trainer.core.config
+    if config.split_batches and core.data_world_size > 1:
+        info(f"split_batches: the loader's batch size counts for all {core.data_world_size} processes together")
     data = TrainData(
         loader,
-        rank=trainer.global_rank,
-        world_size=trainer.world_size,
-        seed=int(trainer.core.broadcast_object(torch.initial_seed() % 2**31)),
+        seed=int(core.broadcast_object(_seed(config))),
         limit=trainer.limits["train"],
-        own_share=_brings_its_own_share(trainer, loader, "training"),
+        even_batches=config.even_batches,
+        **_sharing(trainer, loader, "training"),
     )
     if data.num_batches == 0 and trainer.limits["train"] != 0:
         warn(f"the training loader ({_described(loader)}) gives no batches: nothing will be trained")
@@ -46,11 +49,9 @@ def evaluation_data(trainer: Trainer, stage: str, loaders: Mapping[str, Any]) ->
     made = {
         name: EvalData(
             loader,
-            rank=trainer.global_rank,
-            world_size=trainer.world_size,
             limit=limit,
             limit_name=argument,
-            own_share=_brings_its_own_share(trainer, loader, stage),
+            **_sharing(trainer, loader, stage),
         )
         for name, loader in loaders.items()
     }
@@ -96,13 +97,40 @@ def _described(loader: Any) -> str:
     return f"{type(loader).__name__}, {length}, batch_size={loader.batch_size}, drop_last={loader.drop_last}"
 
 
+def _seed(config: AcceleratorConfig) -> int:
+    """What the order of the training samples follows."""
+    if config.data_seed is not None:
+        return config.data_seed
+    if config.use_seedable_sampler:
+        return torch.initial_seed() % 2**31
+    return int(torch.randint(2**31, ()))  # as torch's own RandomSampler draws it
+
+
+def _sharing(trainer: Trainer, loader: Any, stage: str) -> dict[str, Any]:
+    """How a loader is shared out, as arguments of `TrainData` and `EvalData`; said where it does not do what was asked for."""
+    core, config = trainer.core, trainer.core.config
+    if config.non_blocking and isinstance(loader, DataLoader) and not loader.pin_memory:
+        warn(
+            f"accelerator_config: non_blocking=True, but the {stage} loader has pin_memory=False, so that copies to the device "
+            "still wait: set both"
+        )
+    return {
+        "rank": core.data_rank,
+        "world_size": core.data_world_size,
+        "split_batches": config.split_batches,
+        "own_share": _brings_its_own_share(trainer, loader, stage),
+        "dispatch_batches": config.dispatch_batches,
+        "scatter": core.scatter_objects,
+    }
+
+
 def _brings_its_own_share(trainer: Trainer, loader: Any, stage: str) -> bool:
     """The ranks were given different data (a file each, say): then each keeps what it has."""
     if trainer.world_size == 1:
         return False
     identities = trainer.core.gather_objects(rank_identity(loader))
     differs = sorted(key for key in identities[0] if len({one.get(key) for one in identities}) > 1)
-    if differs:
+    if differs and not trainer.core.config.dispatch_batches:
         info(
             f"the {stage} data differs between the ranks (in {differs[0]}): each rank reads its own, none is shared out"
         )

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from importlib.metadata import version
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from acclight.strategies.fields import Config, reads_config
 from acclight.strategies.first_rank import copy_from_first_rank, loaded_by_first_rank
 from acclight.strategies.strategy import Strategy, canonical_name
 from acclight.strategies.wrapping import POLICIES, choose_units, only_units
+from acclight.strategies.xla import check_xla, shard
 
 #: What launch files and guides call a field.
 _ALIASES = {
@@ -53,8 +55,12 @@ class FSDP2Strategy(Strategy):
         activation_checkpointing: Recompute each unit's activations in the backward. Default False.
         activation_checkpointing_offload: Keep each unit's input on the CPU until then. Default False.
         ignored_modules: Frozen modules, or a regular expression for their names, that stay whole on every rank.
-        state_dict_type: "FULL_STATE_DICT" or "SHARDED_STATE_DICT" (default): the form of exported weights.
+        state_dict_type: What `checkpoint.export` makes of the weights: "FULL_STATE_DICT" one file (the default),
+            "SHARDED_STATE_DICT" one per rank. Checkpoints are sharded in both.
         cpu_ram_efficient_loading: Only rank 0 holds real weights before they are sharded. Default False.
+        xla: Shard with torch_xla's XlaFullyShardedDataParallel, on TPUs. Default False.
+        xla_fsdp_settings: Its arguments.
+        xla_fsdp_grad_ckpt: Recompute each unit's activations there. Default False.
         timeout: Seconds that a collective may wait. Default 1800.
     """
 
@@ -77,8 +83,11 @@ class FSDP2Strategy(Strategy):
         activation_checkpointing: bool = False,
         activation_checkpointing_offload: bool = False,
         ignored_modules: Iterable[nn.Module] | str | None = None,
-        state_dict_type: str = "SHARDED_STATE_DICT",
+        state_dict_type: str | None = None,
         cpu_ram_efficient_loading: bool = False,
+        xla: bool = False,
+        xla_fsdp_settings: Mapping[str, Any] | None = None,
+        xla_fsdp_grad_ckpt: bool = False,
         timeout: float = 1800.0,
     ) -> None:
         super().__init__(timeout=timeout)
@@ -89,10 +98,11 @@ class FSDP2Strategy(Strategy):
             )
         if activation_checkpointing_offload and not activation_checkpointing:
             raise ValueError("activation_checkpointing_offload=True needs activation_checkpointing=True")
-        if state_dict_type.upper() not in ("FULL_STATE_DICT", "SHARDED_STATE_DICT"):
+        state_dict_type = state_dict_type and state_dict_type.upper()
+        if state_dict_type not in (None, "FULL_STATE_DICT", "SHARDED_STATE_DICT"):
             raise ValueError(f"state_dict_type={state_dict_type!r}: choose FULL_STATE_DICT or SHARDED_STATE_DICT")
         if isinstance(transformer_cls_names_to_wrap, str):
-            transformer_cls_names_to_wrap = transformer_cls_names_to_wrap.split(",")
+            transformer_cls_names_to_wrap = [name.strip() for name in transformer_cls_names_to_wrap.split(",")]
         if auto_wrap_policy.upper() not in POLICIES:
             raise ValueError(f"auto_wrap_policy={auto_wrap_policy!r}: choose one of {', '.join(POLICIES)}")
         if auto_wrap_policy.upper() == "SIZE_BASED_WRAP" and not min_num_params:
@@ -108,8 +118,18 @@ class FSDP2Strategy(Strategy):
         self.activation_checkpointing = activation_checkpointing
         self.activation_checkpointing_offload = activation_checkpointing_offload
         self.ignored_modules = ignored_modules
-        self.state_dict_type = state_dict_type.upper()
+        self.state_dict_type = state_dict_type
+        self.exports_by_rank = state_dict_type == "SHARDED_STATE_DICT"
         self.cpu_ram_efficient_loading = cpu_ram_efficient_loading
+        if xla_fsdp_grad_ckpt and not xla:
+            warn(
+                "FSDP2Strategy: xla_fsdp_grad_ckpt=True has no effect without xla=True; on a GPU use activation_checkpointing"
+            )
+        if xla:
+            check_xla()
+        self.xla = xla
+        self.xla_fsdp_settings = dict(xla_fsdp_settings or {})
+        self.xla_fsdp_grad_ckpt = xla_fsdp_grad_ckpt
         self._on_cpu = False
 
     def environment(self) -> dict[str, str | None]:
@@ -134,7 +154,7 @@ class FSDP2Strategy(Strategy):
                 activation_checkpointing=self.activation_checkpointing,
                 activation_checkpointing_offload=self.activation_checkpointing_offload,
                 ignored_modules=self.ignored_modules,
-                state_dict_type=self.state_dict_type,
+                state_dict_type=self.state_dict_type or "SHARDED_STATE_DICT",
                 cpu_ram_efficient_loading=self.cpu_ram_efficient_loading,
                 # A given one keeps Accelerate from making its own, which rounds outputs; `prepare` gives the model's.
                 mixed_precision_policy=self.mixed_precision_policy or MixedPrecisionPolicy(),
@@ -153,6 +173,8 @@ class FSDP2Strategy(Strategy):
         units = choose_units(
             module, self.auto_wrap_policy, self.transformer_cls_names_to_wrap, self.min_num_params or 0
         )
+        if self.xla:
+            return self._prepare_xla(step_module, units, optimizers)
         # Accelerate looks for a last norm to wrap among the children, and would take a user's module named so for one.
         step_module.base_model_prefix = "none"  # type: ignore[assignment]
         plugin = accelerator.state.fsdp_plugin
@@ -163,10 +185,23 @@ class FSDP2Strategy(Strategy):
         # Evaluation has no optimizer, and Accelerate shards only a pair: one that never steps makes the pair.
         stand_in = [] if optimizers else [torch.optim.SGD(step_module.parameters(), lr=0.0)]
         loading = loaded_by_first_rank(step_module) if self.cpu_ram_efficient_loading else nullcontext()
-        with only_units(units), loading:
+        with only_units(units), loading, _tensor_parallel_errors(accelerator):
             super().prepare(accelerator, step_module, [*optimizers, *stand_in])
         if stand_in:
             self._optimizers = []
+        return self.wrapped
+
+    def _prepare_xla(
+        self, step_module: nn.Module, units: Sequence[nn.Module], optimizers: Sequence[Optimizer]
+    ) -> nn.Module:
+        before = list(step_module.parameters())
+        self.wrapped = shard(step_module, units, self.xla_fsdp_settings, grad_ckpt=self.xla_fsdp_grad_ckpt)
+        self.step_module, self._optimizers = step_module, list(optimizers)
+        if optimizers and [id(p) for p in before] != [id(p) for p in self.wrapped.parameters()]:
+            raise RuntimeError(
+                "torch_xla has replaced the parameters that configure_optimizers gave to the optimizer, which would train "
+                "nothing: xla=True can be used for evaluation and prediction only"
+            )
         return self.wrapped
 
     def _refuse_scalars(self, module: nn.Module) -> None:
@@ -292,6 +327,21 @@ class FSDP2Strategy(Strategy):
             reshard = getattr(module, "reshard", None)
             if reshard is not None and hasattr(module, "set_requires_gradient_sync"):
                 reshard()
+
+
+@contextmanager
+def _tensor_parallel_errors(accelerator: Any) -> Iterator[None]:
+    """Says what is missing where Accelerate 1.15 cannot prepare a tensor-parallel model with the transformers that is there."""
+    try:
+        yield
+    except ImportError as error:
+        if error.name != "transformers.integrations.tensor_parallel":
+            raise
+        raise ImportError(
+            f"parallelism: tp_size={accelerator.parallelism_config.tp_size} cannot be prepared by accelerate "
+            f"{version('accelerate')} with transformers {version('transformers')} ({error.msg}): use versions "
+            "that fit together, or dp_shard_size and dp_replicate_size alone"
+        ) from error
 
 
 def _read_policy(given: MixedPrecisionPolicy | Mapping[str, Any] | str | None) -> MixedPrecisionPolicy | None:

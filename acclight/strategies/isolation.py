@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from accelerate.state import AcceleratorState, GradientState, PartialState
+from accelerate.utils import DistributedType
 
 _SINGLETONS: tuple[Any, ...] = (PartialState, AcceleratorState, GradientState)
 _PREFIXES = ("ACCELERATE_", "FSDP_")
@@ -29,6 +30,44 @@ _MODULE_VARIABLES: dict[tuple[str, str], Any] = {
 #: What Accelerate's look for a GPU and torch's compiler leave behind.
 _LEFT = ("PYTORCH_NVML_BASED_CUDA_CHECK", "TORCHINDUCTOR_CACHE_DIR")
 _LAUNCH = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def configured_precision(kind: str, given: str | int | None) -> str | None:
+    """The precision of the `Accelerator` that exists already; None for a `PartialState` alone.
+
+    Args:
+        kind: The Trainer's kind of strategy.
+        given: The Trainer's precision, if it has one.
+
+    Raises:
+        ValueError: There is no state, one of another kind, or one with another precision than the Trainer's.
+    """
+    if not PartialState._shared_state:
+        raise ValueError(
+            "accelerator_config: use_configured_state=True, but there is no state: make a PartialState() or an Accelerator() "
+            "before the Trainer, or leave it out"
+        )
+    made = AcceleratorState._shared_state
+    found = str((made or PartialState._shared_state)["distributed_type"].value)
+    fitting = {"NO": ["single"], "FSDP": ["fsdp2"], "DEEPSPEED": ["deepspeed"]}.get(found)
+    # A PartialState alone says only that there are several processes.
+    fitting = fitting or (["ddp"] if made else ["ddp", "fsdp2"])
+    if kind not in fitting:
+        raise ValueError(
+            f"accelerator_config: use_configured_state=True, but the state that exists is of the kind {found!r}, and the "
+            f"Trainer's strategy is {kind!r}: use the strategy {' or '.join(map(repr, fitting))}, or leave it out"
+        )
+    if not made or kind == "deepspeed":  # whose precision is in its own configuration
+        return None
+    precision = str(made["_mixed_precision"])
+    if given is not None and str(given).lower().removesuffix("-mixed").removesuffix("-true") not in (
+        {"no": ("no", "32", "fp32"), "fp16": ("16", "fp16")}.get(precision, (precision,))
+    ):
+        raise ValueError(
+            f"precision={given!r}, but the Accelerator that use_configured_state=True takes over has "
+            f"mixed_precision={precision!r}: give no precision, or change one of them"
+        )
+    return precision
 
 
 def _managed(name: str) -> bool:
@@ -48,6 +87,17 @@ class Isolation:
         self._states = [type(cls._shared_state)() for cls in _SINGLETONS]
         self._module_variables: dict[tuple[str, str], Any] = {}
         self._depth = 0
+
+    def take_over(self) -> None:
+        """Begins with the process state (device, group, ranks) that exists already, instead of an empty one."""
+        own = self._states[0]
+        own.update(PartialState._shared_state)
+        if own["distributed_type"] is DistributedType.FSDP:
+            # What an Accelerator has made of it; the Trainer's own one starts from the kind of device again.
+            device = own["device"].type
+            own["distributed_type"] = DistributedType(
+                "MULTI_GPU" if device in ("cuda", "cpu") else f"MULTI_{device.upper()}"
+            )
 
     @contextmanager
     def active(self) -> Iterator[None]:

@@ -6,8 +6,11 @@ import difflib
 import os
 from typing import Any
 
+from accelerate.state import AcceleratorState
+
 from acclight import strategies
 from acclight.messages import info
+from acclight.strategies.launch_file import warn_of_dropped_offload
 from acclight.strategies.strategy import Strategy
 
 _CLASSES = {
@@ -73,18 +76,31 @@ def resolve_strategy(strategy: str | Strategy) -> Strategy:
 
 def launched_kind() -> str | None:
     """The kind "fsdp2", "deepspeed" or "ddp" where a launcher says so (accelerate launch, torchrun); None for a plain start."""
-    if _flag("ACCELERATE_USE_DEEPSPEED"):
+    if _flag("ACCELERATE_USE_DEEPSPEED") and not _made_by_hand("DEEPSPEED", "ACCELERATE_DEEPSPEED_ZERO_STAGE"):
         return "deepspeed"
-    if _flag("ACCELERATE_USE_FSDP"):
+    if _flag("ACCELERATE_USE_FSDP") and not _made_by_hand("FSDP", "FSDP_VERSION"):
         return "fsdp2"
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         return "ddp"
     return None
 
 
+def _made_by_hand(kind: str, launchers: str) -> bool:
+    """An Accelerator of the script's own has announced this kind, by the variable that a launcher uses.
+
+    Args:
+        kind: Accelerate's DistributedType.
+        launchers: What a launcher sets besides.
+    """
+    made = AcceleratorState._shared_state.get("distributed_type")
+    return launchers not in os.environ and made is not None and made.value == kind
+
+
 def _from_launch(kind: str | None) -> Strategy:
     if kind == "fsdp2":
-        strategy = _class_of(kind)(**_launched_fsdp())
+        fields = _launched_fsdp()
+        warn_of_dropped_offload(bool(fields.get("cpu_offload")))
+        strategy = _class_of(kind)(**fields)
     elif kind == "deepspeed":
         strategy = _with_launched_clip(_class_of(kind)(**_launched_deepspeed()))
     else:
@@ -98,6 +114,8 @@ def _complete_from_launch(strategy: Strategy) -> None:
     launched = _launched_fsdp() if strategy.kind == "fsdp2" else _launched_deepspeed()
     launched.pop("version", None)
     given = dict(strategy.given_fields)
+    if strategy.kind == "fsdp2":
+        warn_of_dropped_offload(bool(launched.get("cpu_offload")) or "cpu_offload" in given)
     for name in given.keys() & launched.keys():
         if given[name] != launched[name]:
             info(f"{name}={given[name]!r} of the script's strategy wins over {launched[name]!r} of the launcher")

@@ -66,6 +66,8 @@ class Strategy:
 
     #: The module runs backward and steps its optimizers itself; the core sets it before `prepare`.
     manual: bool = False
+    #: Weights are exported in one file per rank.
+    exports_by_rank: bool = False
     #: Accelerate's DistributedType under which this strategy runs; None for several.
     accelerate_type: ClassVar[str | None] = None
 
