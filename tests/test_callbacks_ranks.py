@@ -124,14 +124,18 @@ def test_one_run_folder_and_one_copy_of_every_row(tmp_path: Path) -> None:
 @pytest.mark.parametrize("strategy", ["fsdp2", "deepspeed_stage_3"])
 @on_two_ranks
 def test_summary_counts_sharded_parameters_in_full(tmp_path: Path, strategy: str) -> None:
-    import contextlib
     import io
+    import logging
 
     if strategy.startswith("deepspeed"):
         pytest.importorskip("deepspeed")
     output = io.StringIO()
-    with contextlib.redirect_stdout(output):
+    handler = logging.StreamHandler(output)
+    logging.getLogger("acclight").addHandler(handler)
+    try:
         trainer(tmp_path, strategy, ModelSummary(), max_steps=1, enable_checkpointing=False).fit(Net(), loader())
+    finally:
+        logging.getLogger("acclight").removeHandler(handler)
     if RANK == 0:
         # 3 x 5 + 5, and 5 + 1.
         rows = [line.split()[:3] for line in output.getvalue().splitlines() if line.startswith(("first", "second"))]
