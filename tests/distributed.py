@@ -450,7 +450,7 @@ class RankChecks:
         @functools.wraps(function)
         def test(request: pytest.FixtureRequest, **arguments: Any) -> None:
             module = request.node.getparent(pytest.Module)
-            self._run(_address(function), arguments, module)
+            self.call(function, arguments, module)
 
         parameters = list(inspect.signature(function).parameters.values())
         own = inspect.Parameter("request", inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -458,7 +458,8 @@ class RankChecks:
         cast(Any, test).on_each_rank = function
         return test
 
-    def _run(self, address: str, arguments: Mapping[str, Any], module: pytest.Module) -> None:
+    def call(self, function: Callable[..., Any], arguments: Mapping[str, Any], module: pytest.Module) -> list[Any]:
+        """Runs a function of this test module on every rank, for a fixture say, and returns their values in rank order."""
         if self._group is None:
             self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
             self._group = _function_group(
@@ -466,7 +467,7 @@ class RankChecks:
             )
             module.addfinalizer(self.close)
         try:
-            self._group.call(address, arguments, timeout=self._timeout, grace=self._grace)
+            return self._group.call(_address(function), arguments, timeout=self._timeout, grace=self._grace)
         except BaseException as error:
             self._drop()
             if isinstance(error, RanksFailed):

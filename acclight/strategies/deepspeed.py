@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -104,6 +105,8 @@ class DeepSpeedStrategy(Strategy):
         self.configured_clip = settings.clip_of(self._user_config)
         self.config: dict[str, Any] = {}
         self._divisor = 1.0
+        #: Takes the engine's hooks away: at the latest when the strategy is gone.
+        self._release: weakref.finalize[..., Any] | None = None
         #: The fp16 loss scale where it is not the engine's own.
         self._loss_scale: LossScale | None = None
 
@@ -180,10 +183,9 @@ class DeepSpeedStrategy(Strategy):
             self.step_module = self.wrapped = step_module.to(accelerator.device)
             self._optimizers = []
             return self.wrapped
-        module = step_module.get_submodule("module")
-        if self.stage == 3 and hasattr(self, "wrapped") and self.step_module.get_submodule("module") is module:
-            # The engine of an evaluation: its hooks would gather and free the parameters beside the new one's.
-            self.wrapped.destroy()  # type: ignore[operator]
+        if self._release is not None:
+            # An earlier engine's hooks would work on the parameters beside the new one's.
+            self._release()
         self.step_module = step_module
         self._scaler = None
         if self.stage == 3:
@@ -196,6 +198,9 @@ class DeepSpeedStrategy(Strategy):
         self.wrapped = prepared[0] if optimizers else prepared
         self._optimizers = list(optimizers)
         self.check_wrapped()
+        # Its hooks hold the engine, and the engine holds them, where Python's garbage collector does not see it.
+        self._release = weakref.finalize(self, self._engine.destroy)
+        self._release.atexit = False
         if self._loss_scale is not None and optimizers:
             self._zero.override_loss_scale(self._loss_scale.scale)
         return self.wrapped

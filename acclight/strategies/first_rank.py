@@ -23,7 +23,7 @@ def loaded_by_first_rank(module: nn.Module) -> Iterator[None]:
     Accelerate 1.15 goes over the meta device, which unties shared parameters, and tears down persistent buffers, which have no
     shards. `tests/test_strategies.py` checks both.
     """
-    module.tie_weights = _knot(module)  # type: ignore[assignment]  # Accelerate calls it where ties are torn
+    module.tie_weights = knot(module)  # type: ignore[assignment]  # Accelerate calls it where ties are torn
     persistent = [
         (part, name)
         for part in module.modules()
@@ -47,7 +47,7 @@ def loaded_by_first_rank(module: nn.Module) -> Iterator[None]:
     _broadcast(module, parameters=False)
 
 
-def _knot(module: nn.Module) -> Callable[[], None]:
+def knot(module: nn.Module) -> Callable[[], None]:
     """A function that makes the names which share a parameter now share one again."""
     kept: dict[int, str] = {}
     ties = []

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib.metadata import version
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from accelerate.utils import FullyShardedDataParallelPlugin
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -20,6 +21,7 @@ from acclight.messages import warn
 from acclight.strategies import on_cpu
 from acclight.strategies.fields import Config, reads_config
 from acclight.strategies.first_rank import copy_from_first_rank, loaded_by_first_rank
+from acclight.strategies.on_meta import EmptyCreation
 from acclight.strategies.strategy import Strategy, canonical_name
 from acclight.strategies.wrapping import POLICIES, choose_units, only_units
 from acclight.strategies.xla import check_xla, shard
@@ -61,6 +63,8 @@ class FSDP2Strategy(Strategy):
         xla: Shard with torch_xla's XlaFullyShardedDataParallel, on TPUs. Default False.
         xla_fsdp_settings: Its arguments.
         xla_fsdp_grad_ckpt: Recompute each unit's activations there. Default False.
+        create_sharded: `configure_model` creates parameters without memory, and each rank fills its shards, one module at a time
+            with its `reset_parameters`: no rank ever holds the whole model. Default False.
         timeout: Seconds that a collective may wait. Default 1800.
     """
 
@@ -88,6 +92,7 @@ class FSDP2Strategy(Strategy):
         xla: bool = False,
         xla_fsdp_settings: Mapping[str, Any] | None = None,
         xla_fsdp_grad_ckpt: bool = False,
+        create_sharded: bool = False,
         timeout: float = 1800.0,
     ) -> None:
         super().__init__(timeout=timeout)
@@ -120,7 +125,6 @@ class FSDP2Strategy(Strategy):
         self.ignored_modules = ignored_modules
         self.state_dict_type = state_dict_type
         self.exports_by_rank = state_dict_type == "SHARDED_STATE_DICT"
-        self.cpu_ram_efficient_loading = cpu_ram_efficient_loading
         if xla_fsdp_grad_ckpt and not xla:
             warn(
                 "FSDP2Strategy: xla_fsdp_grad_ckpt=True has no effect without xla=True; on a GPU use activation_checkpointing"
@@ -130,6 +134,14 @@ class FSDP2Strategy(Strategy):
         self.xla = xla
         self.xla_fsdp_settings = dict(xla_fsdp_settings or {})
         self.xla_fsdp_grad_ckpt = xla_fsdp_grad_ckpt
+        if create_sharded and cpu_ram_efficient_loading:
+            raise ValueError(
+                "create_sharded=True leaves no weights for rank 0 to load, as cpu_ram_efficient_loading=True asks for: give one"
+            )
+        self.cpu_ram_efficient_loading = cpu_ram_efficient_loading
+        self.create_sharded = create_sharded
+        #: What `configure_model` has created without memory.
+        self._creation: EmptyCreation | None = None
         self._on_cpu = False
 
     def environment(self) -> dict[str, str | None]:
@@ -161,6 +173,16 @@ class FSDP2Strategy(Strategy):
             )
         }
 
+    def init_context(self) -> AbstractContextManager[Any]:
+        self._creation = None
+        if self.create_sharded:
+            self._creation = EmptyCreation(everything=False)
+            return self._creation.active()
+        if self.cpu_ram_efficient_loading and dist.get_rank() > 0:
+            # Rank 0's weights come when they are sharded.
+            return EmptyCreation(everything=True).active()
+        return nullcontext()
+
     def prepare(self, accelerator: Any, step_module: nn.Module, optimizers: Sequence[Optimizer]) -> nn.Module:
         module = step_module.get_submodule("module")
         if hasattr(self, "wrapped") and self.step_module.get_submodule("module") is module:
@@ -168,6 +190,7 @@ class FSDP2Strategy(Strategy):
             self._optimizers = [accelerator.prepare_optimizer(optimizer) for optimizer in optimizers]
             return self.wrapped
         self._refuse_scalars(module)
+        self._refuse_meta(module)
         self._check_checkpointing(module)
         ignored = self._ignored(module)
         units = choose_units(
@@ -183,12 +206,23 @@ class FSDP2Strategy(Strategy):
         if not self.cpu_ram_efficient_loading:
             copy_from_first_rank(step_module)
         # Evaluation has no optimizer, and Accelerate shards only a pair: one that never steps makes the pair.
+        group_names = super().param_group_names(module, optimizers)
+        places = self._creation.places(module) if self._creation is not None else {}
         stand_in = [] if optimizers else [torch.optim.SGD(step_module.parameters(), lr=0.0)]
         loading = loaded_by_first_rank(step_module) if self.cpu_ram_efficient_loading else nullcontext()
         with only_units(units), loading, _tensor_parallel_errors(accelerator):
             super().prepare(accelerator, step_module, [*optimizers, *stand_in])
         if stand_in:
             self._optimizers = []
+        if self._creation is not None:
+            device = torch.device("cpu") if self.cpu_offload else accelerator.device
+            self._creation.fill(self.wrapped, places, device)
+            self._creation = None
+        # Accelerate finds an optimizer's parameters again by their addresses, and those on the meta device have none.
+        sharded = {canonical_name(name): p for name, p in module.named_parameters()}
+        for optimizer, groups in zip(optimizers, group_names, strict=True):
+            for group, names in zip(optimizer.param_groups, groups, strict=True):
+                group["params"] = [sharded[name] for name in names]
         return self.wrapped
 
     def _prepare_xla(
@@ -210,6 +244,16 @@ class FSDP2Strategy(Strategy):
                 raise ValueError(
                     f"FSDP2 cannot shard the scalar parameter {canonical_name(name)!r}: make it nn.Parameter(torch.zeros(1)), "
                     "of shape (1,), or use the strategy 'ddp'"
+                )
+
+    def _refuse_meta(self, module: nn.Module) -> None:
+        if self._creation is not None or self.cpu_ram_efficient_loading:
+            return
+        for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+            if tensor.is_meta:
+                raise ValueError(
+                    f"{canonical_name(name)!r} is on the meta device, and nothing fills it: create the model on the CPU in "
+                    "configure_model, and give FSDP2Strategy(create_sharded=True) to do that without its memory"
                 )
 
     def _check_checkpointing(self, module: nn.Module) -> None:
