@@ -22,7 +22,7 @@ from acclight.strategies.compiling import LAUNCHER_VARIABLES, Compilation, count
 from acclight.strategies.isolation import Isolation, configured_precision
 from acclight.strategies.parallelism import resolve_parallelism
 from acclight.strategies.precision import Precision, precision_source, resolve_precision
-from acclight.strategies.resolve import launched_kind
+from acclight.strategies.resolve import launched_accumulation, launched_kind
 from acclight.strategies.strategy import Strategy
 
 
@@ -136,8 +136,6 @@ class AcceleratorCore:
             configured = configured or configured_precision(strategy.kind, precision)
         self._precision = strategy.precision = resolve_precision(precision, configured)
         self.compilation = resolve_compilation(compilation)
-        launched = os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1")
-        self._launched_accumulation = int(launched) if launched.isdigit() else 1
         self.clip_val = float(clip_val or 0.0)
         self.clip_algorithm = clip_algorithm
         self.isolation = Isolation(self._environment(strategy))
@@ -220,10 +218,11 @@ class AcceleratorCore:
         Raises:
             ValueError: When the strategy's configuration says something else.
         """
-        if self._launched_accumulation not in (1, accumulate):
+        launched = launched_accumulation()
+        if launched not in (1, accumulate):
             info(
                 f"accumulate_grad_batches={accumulate} of the script wins over gradient_accumulation_steps="
-                f"{self._launched_accumulation} of the launcher"
+                f"{launched} of the launcher"
             )
         self.strategy.check_window(accumulate=accumulate, batch_size=batch_size, world_size=self.world_size)
 

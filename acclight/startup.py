@@ -72,7 +72,9 @@ def in_force(trainer: Trainer, *, resumed: bool) -> dict[str, Setting]:
     if core.compilation is not None:
         settings["compile"] = argument("compile", "regional" if core.compilation.regional else True, "launcher")
     accumulation = trainer.accumulate_grad_batches
-    settings["accumulate_grad_batches"] = argument("accumulate_grad_batches", accumulation)
+    settings["accumulate_grad_batches"] = argument(
+        "accumulate_grad_batches", accumulation, "default" if accumulation == 1 else "launcher"
+    )
     size = trainer.data.batch_size if trainer.data is not None else None
     if size is not None:
         settings["batch_size"] = Setting(size)

@@ -33,7 +33,7 @@ from acclight.loops.validation import FitValidation
 from acclight.messages import info
 from acclight.startup import announce
 from acclight.strategies.compiling import unwrapped
-from acclight.strategies.resolve import resolve_strategy
+from acclight.strategies.resolve import launched_accumulation, resolve_strategy
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -61,7 +61,7 @@ class Trainer:
         max_time: Longest time, as a timedelta or a dict of its arguments; a validation or save that runs is finished.
         min_epochs: `should_stop` is heeded only after so many epochs.
         min_steps: `should_stop` is heeded only after so many optimizer steps.
-        accumulate_grad_batches: Batches per rank in one optimizer step. Default 1.
+        accumulate_grad_batches: Batches per rank in one optimizer step. Default: the launcher's, else 1.
         gradient_clip_val: Largest gradient norm (or element). Default: what a DeepSpeed launch says, else no clipping.
         gradient_clip_algorithm: "norm" (default) or "value".
         callbacks: Callbacks, in the order in which they run.
@@ -151,7 +151,10 @@ class Trainer:
         self.min_epochs = min_epochs
         self.min_steps = min_steps
         config = AcceleratorConfig.read(accelerator_config)
-        self.accumulate_grad_batches = config.accumulation(accumulate_grad_batches)
+        said = "accumulate_grad_batches" in self.given_arguments or "num_steps" in (
+            config.gradient_accumulation_kwargs or {}
+        )
+        self.accumulate_grad_batches = config.accumulation(accumulate_grad_batches) if said else launched_accumulation()
         self.log_every_n_steps = log_every_n_steps
         self.val_check_interval = val_check_interval
         self.check_val_every_n_epoch = check_val_every_n_epoch

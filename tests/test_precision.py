@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torchmetrics
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -13,7 +14,7 @@ from acclight import Callback, Trainer, TrainModule
 from acclight.strategies import DeepSpeedStrategy, FSDP2Strategy
 from acclight.strategies.loss_scale import LossScale
 from tests.distributed import RankChecks
-from tests.scenarios import DISTRIBUTED, quiet_trainer, whole
+from tests.scenarios import DISTRIBUTED, Scalar, quiet_trainer, repeated, whole
 
 on_two_ranks = RankChecks(world_size=2, timeout=120.0)
 
@@ -447,3 +448,22 @@ def test_the_scale_goes_on_after_a_resume(writer: str, reader: str, tmp_path: An
     assert seen == [{"scale": 2.0**15, "good_steps": 1}]
     assert second.strategy.scaler_state() == {"scale": 2.0**15, "good_steps": 2}
     assert (second.global_step, second.skipped_steps) == (4, 1)
+
+
+def test_metrics_keep_their_type_under_a_true_precision() -> None:
+    class Halves(Scalar):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mean = torchmetrics.MeanMetric()
+
+        def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+            self.mean.update(1.0)
+            self.mean.update(0.0)
+            self.log("mean", self.mean)
+
+    module = Halves()
+    trainer = quiet_trainer(strategy="single", precision="bf16-true")
+    # 600 values: a sum of ones stands still at 256 in bfloat16.
+    shown = trainer.validate(module, repeated([0.0] * 300, 1))
+    assert shown[0]["mean"] == 0.5
+    assert module.w.dtype == torch.bfloat16

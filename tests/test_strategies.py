@@ -762,6 +762,18 @@ def test_unused_parameters_are_named() -> None:
     assert trainer.global_step == 3
 
 
+def test_a_static_graph_cannot_accumulate() -> None:
+    trainer = quiet_trainer(strategy=DDPStrategy(static_graph=True), accumulate_grad_batches=2, max_steps=1)
+    with pytest.raises(ValueError, match="static_graph=True cannot be used with accumulate_grad_batches=2"):
+        trainer.fit(Regression(nn.Linear(3, 5)), DataLoader(rows(4, 3), batch_size=2))
+
+
+def test_the_launchers_accumulation_counts_where_the_script_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4")
+    assert quiet_trainer(strategy="single").accumulate_grad_batches == 4
+    assert quiet_trainer(strategy="single", accumulate_grad_batches=1).accumulate_grad_batches == 1
+
+
 def test_a_backend_that_is_not_there_and_a_hook_that_is_not_known() -> None:
     with pytest.raises(ValueError, match="backend='nccl' is not available here; use 'gloo'"):
         DDPStrategy(backend="nccl")

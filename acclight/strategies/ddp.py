@@ -75,6 +75,13 @@ class DDPStrategy(Strategy):
             "comm_state_option": dict(comm_state_option or {}),
         }
 
+    def check_window(self, *, accumulate: int, batch_size: int | None, world_size: int) -> None:
+        if accumulate > 1 and self._arguments["static_graph"]:
+            raise ValueError(
+                f"static_graph=True cannot be used with accumulate_grad_batches={accumulate}: torch's static graph exchanges "
+                "gradients in every backward; leave one of them out"
+            )
+
     def accelerator_arguments(self, *, clip: float, micro_batch_size: int) -> dict[str, Any]:
         return {"kwargs_handlers": [DistributedDataParallelKwargs(**self._arguments, **self._communication)]}
 

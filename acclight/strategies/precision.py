@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import importlib.util
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -42,10 +43,11 @@ class Precision:
         """Gives the parameters the type that this precision trains them in.
 
         Under "-mixed" those that are trained become float32 (a model that was loaded in 16 bits would otherwise lose small
-        updates, and each strategy in another way); under "-true" all parameters and buffers get the one type.
+        updates, and each strategy in another way); under "-true" all parameters and buffers get the one type, but for those of
+        torchmetrics objects, whose sums would stand still.
         """
         if self.parameters is not None:
-            module.to(self.parameters)
+            _cast(module, self.parameters)
         elif self.autocast is not None:
             small = [p for p in module.parameters() if p.requires_grad and p.dtype in (torch.bfloat16, torch.float16)]
             for parameter in small:
@@ -87,6 +89,17 @@ _PRECISIONS = {
         Precision("fp8", accelerate="fp8", autocast=torch.bfloat16),
     )
 }
+
+
+def _cast(module: nn.Module, dtype: torch.dtype) -> None:
+    # A metric can only be one when the library has been imported.
+    metric = getattr(sys.modules.get("torchmetrics"), "Metric", ())
+    if isinstance(module, metric):
+        return
+    for child in module.children():
+        _cast(child, dtype)
+    apply: Any = module._apply
+    apply(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, recurse=False)
 
 
 def resolve_precision(given: str | int | None, configured: str | None) -> Precision:

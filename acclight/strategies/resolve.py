@@ -85,6 +85,12 @@ def launched_kind() -> str | None:
     return None
 
 
+def launched_accumulation() -> int:
+    """The accumulation that a launcher asks for; 1 where it does not."""
+    asked = os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1")
+    return int(asked) if asked.isdigit() else 1
+
+
 def _made_by_hand(kind: str, launchers: str) -> bool:
     """An Accelerator of the script's own has announced this kind, by the variable that a launcher uses.
 
