@@ -597,6 +597,7 @@ class Trainer:
                 raise
             finally:
                 self._teardown(state, module, datamodule, failed=failed)
+            self.core.end_run()
 
     def _attach(self, module: TrainModule) -> None:
         """Binds the module to this Trainer: its callbacks, once for each module, and its hooks."""

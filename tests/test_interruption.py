@@ -8,13 +8,16 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from acclight import Callback, Trainer, TrainModule
-from tests.distributed import ROOT, run_command
+from acclight.strategies import process_group
+from tests.distributed import ROOT, run_command, run_ranks
 from tests.scenarios import Scalar, quiet_trainer, repeated
 
 SCRIPT = """
@@ -222,3 +225,83 @@ def test_an_exception_is_not_hidden_by_a_signal_that_came_before_it(terminations
     # The handler is back in its place for the next one.
     os.kill(os.getpid(), signal.SIGTERM)
     assert terminations == [signal.SIGTERM]
+
+
+LEAVING = """
+import os, sys
+import torch.distributed as dist
+from acclight import Callback
+from tests.scenarios import Scalar, quiet_trainer, repeated
+
+what = sys.argv[1]
+rank = int(os.environ["RANK"])
+
+
+class Leaving(Callback):
+    def setup(self, trainer, module, stage):
+        if rank == 1 and what == "exit in a hook":
+            sys.exit(3)
+
+    def on_train_start(self, trainer, module):
+        if rank == 1 and what == "handled":
+            raise ValueError("boom")
+
+    def teardown(self, trainer, module, stage):
+        if rank == 1 and what == "teardown":
+            raise ValueError("boom")
+
+
+trainer = quiet_trainer(max_steps=2, callbacks=Leaving())
+try:
+    trainer.fit(Scalar(), repeated([1.0] * 4, 2))
+except Exception as error:
+    print(f"rank {rank} handled {type(error).__name__}")
+    sys.exit(1)
+if rank == 1 and what == "exit after fit":
+    sys.exit(4)
+if rank == 0 and what == "teardown":
+    dist.barrier()
+print(f"rank {rank} is done")
+"""
+
+
+@pytest.fixture
+def leaving(tmp_path: Path) -> Path:
+    path = tmp_path / "leaving.py"
+    path.write_text(LEAVING)
+    return path
+
+
+@pytest.mark.parametrize("where", ["exit in a hook", "handled", "teardown", "exit after fit"])
+def test_a_rank_that_leaves_by_itself_takes_the_job_down(leaving: Path, where: str) -> None:
+    started = time.monotonic()
+    done = run_command(torchrun(leaving, where), cwd=ROOT, timeout=90.0, env={"PYTHONPATH": str(ROOT)})
+    assert done.returncode != 0, done.stdout
+    assert time.monotonic() - started < 60.0, done.stdout
+    assert ("rank 1 handled ValueError" in done.stdout) == (where in ("handled", "teardown"))
+
+
+def test_ranks_that_end_well_leave_without_a_word(leaving: Path) -> None:
+    for _ in range(3):
+        done = run_command(torchrun(leaving, "nothing"), cwd=ROOT, timeout=60.0, env={"PYTHONPATH": str(ROOT)})
+        assert done.returncode == 0, done.stdout
+        assert "leaves without" not in done.stdout
+        assert "terminate called" not in done.stdout
+
+
+def test_a_rank_waits_for_late_ones_only_so_long() -> None:
+    run_ranks(leave_alone, timeout=60.0)
+
+
+def leave_alone() -> None:
+    process_group.join("gloo", timedelta(seconds=60))
+    process_group._FAREWELL_SECONDS = 1.0
+    started = time.monotonic()
+    if dist.get_rank() == 1:
+        with pytest.warns(UserWarning, match="rank 1 leaves without the other ranks: they did not come within 1 s"):
+            process_group._leave()
+        assert time.monotonic() - started < 10.0
+        assert not dist.is_initialized()
+    else:
+        time.sleep(3.0)
+        process_group._leave()
