@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from acclight import Callback, Trainer, TrainModule
+from acclight.checkpoint import CheckpointError, ranks
 from acclight.strategies import process_group
 from tests.distributed import ROOT, run_command, run_ranks
 from tests.scenarios import Scalar, quiet_trainer, repeated
@@ -139,10 +140,10 @@ def test_sigterm_to_one_rank_stops_all_at_one_step_and_the_run_goes_on(script: P
         while "step 5" not in notes(tmp_path, 0):
             assert time.monotonic() < deadline, "the run did not come to step 5"
             time.sleep(0.01)
-        ranks = subprocess.run(
+        children = subprocess.run(
             ["pgrep", "-P", str(process.pid)], capture_output=True, text=True, check=True
         ).stdout.split()
-        first = next(p for p in ranks if b"RANK=0\0" in Path(f"/proc/{p}/environ").read_bytes())
+        first = next(p for p in children if b"RANK=0\0" in Path(f"/proc/{p}/environ").read_bytes())
         os.kill(int(first), signal.SIGTERM)
         output, _ = process.communicate(timeout=60.0)
     finally:
@@ -305,3 +306,95 @@ def leave_alone() -> None:
     else:
         time.sleep(3.0)
         process_group._leave()
+
+
+SAVING = """
+import os, sys
+from pathlib import Path
+from acclight import Callback
+from acclight.callbacks import ModelCheckpoint
+from acclight.checkpoint import ranks
+from tests.scenarios import Tokens, quiet_trainer, ragged_tokens
+from torch.utils.data import DataLoader
+
+what, strategy, folder = sys.argv[1], sys.argv[2], Path(sys.argv[3])
+rank = int(os.environ["RANK"])
+if what == "alone":
+    ranks.MEET_SECONDS = 2.0
+
+
+def note(name):
+    with open(folder / f"rank-{rank}.txt", "a") as file:
+        file.write(name + "\\n")
+
+
+class Saving(Callback):
+    def on_save_checkpoint(self, trainer, module, checkpoint):
+        if rank == 1 and what == "hook":
+            raise ValueError("boom")
+
+    def on_step(self, trainer, module):
+        if what == "before" and rank == 1 and trainer.global_step == 3:
+            raise ValueError("boom")
+        if what in ("alone", "before") and rank == 0 and trainer.global_step == 3:
+            trainer.save_checkpoint(folder / "saved")
+
+    def on_exception(self, trainer, module, exception):
+        (folder / f"failed-{rank}").touch()
+        note(f"on_exception {exception}")
+
+    def teardown(self, trainer, module, stage):
+        note("teardown")
+
+
+checkpoints = [ModelCheckpoint(folder / "checkpoints", every_n_train_steps=3)] if what == "hook" else []
+trainer = quiet_trainer(strategy=strategy, max_steps=6, callbacks=[Saving(), *checkpoints])
+trainer.fit(Tokens(), DataLoader(ragged_tokens(32), batch_size=2))
+"""
+
+
+def run_saving(folder: Path, what: str, strategy: str) -> str:
+    path = folder / "saving.py"
+    path.write_text(SAVING)
+    done = run_command(
+        torchrun(path, what, strategy, str(folder)), cwd=ROOT, timeout=120.0, env={"PYTHONPATH": str(ROOT)}
+    )
+    assert done.returncode != 0, done.stdout
+    assert time.time() - min(path.stat().st_mtime for path in folder.glob("failed-*")) < 30.0, done.stdout
+    assert notes(folder, 0)[-1] == "teardown", (notes(folder, 0), done.stdout)
+    return done.stdout
+
+
+def test_an_error_of_one_rank_inside_a_save_ends_all(tmp_path: Path) -> None:
+    output = run_saving(tmp_path, "hook", "ddp")
+    assert output.count('raise ValueError("boom")') == 1
+    saying = notes(tmp_path, 0)[0]
+    assert saying.startswith("on_exception saving ")
+    assert "failed on rank 1: ValueError: boom" in saying
+    assert list((tmp_path / "checkpoints").glob("*")) == []
+
+
+def test_a_rank_that_waits_to_save_hears_of_anothers_error(tmp_path: Path) -> None:
+    run_saving(tmp_path, "before", "ddp")
+    assert "rank 1 failed first with ValueError: boom" in notes(tmp_path, 0)[0]
+
+
+@pytest.mark.parametrize(
+    "strategy", ["ddp", "fsdp2", "deepspeed_stage_2", pytest.param("deepspeed_stage_3", marks=pytest.mark.slow)]
+)
+def test_a_save_that_only_rank_0_asks_for_ends_with_the_reason(tmp_path: Path, strategy: str) -> None:
+    run_saving(tmp_path, "alone", strategy)
+    assert "only 1 of 2 ranks called within 2 s. Every rank has to call save_checkpoint" in notes(tmp_path, 0)[0]
+
+
+def test_a_signal_shortens_the_wait_for_a_save() -> None:
+    run_ranks(save_hurried, timeout=60.0)
+
+
+def save_hurried() -> None:
+    process_group.join("gloo", timedelta(seconds=60))
+    if dist.get_rank() == 0:
+        ranks.HURRIED_MEET_SECONDS = 0.5
+        with pytest.raises(CheckpointError, match="only 1 of 2 ranks"):
+            ranks.meet("saving", "key", hurried=lambda: True)
+    dist.barrier()

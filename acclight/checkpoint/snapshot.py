@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 from importlib.metadata import version
 from pathlib import Path
@@ -12,6 +13,7 @@ import numpy as np
 import torch
 
 import acclight
+from acclight.checkpoint.ranks import agree, meet
 from acclight.checkpoint.reader import Reader
 from acclight.checkpoint.writer import write
 from acclight.messages import warn
@@ -29,9 +31,30 @@ def save(trainer: Trainer, path: Path, *, weights_only: bool) -> Path:
         weights_only: Leave out optimizers, schedulers and random state.
     """
     module, strategy = trainer.module, trainer.core.strategy
+    path = Path(os.path.abspath(path))
+    what, loop = f"saving {path}", trainer._loop
+    # Before the first collective: some strategies gather the state in one.
+    meet(what, str(path), hurried=lambda: loop is not None and loop.watch.received)
     model, tied = _untie(trainer, strategy.model_state(module))
     state = {} if weights_only else strategy.optimizer_state(module, trainer.optimizers)
     tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
+    # What the user's own hooks raise on one rank, all ranks hear of.
+    document = agree(what, lambda: _document(trainer, tied, weights_only=weights_only))
+    return write(
+        path,
+        model=model,
+        optimizer=tensors,
+        optimizer_meta={} if weights_only else _optimizer_meta(trainer, state, tensors),
+        trainer=document,
+        schedulers=[] if weights_only else [dict(c.scheduler.state_dict()) for c in trainer.lr_scheduler_configs],
+        data=trainer.data.state_dict() if trainer.data is not None else {},
+        rng={} if weights_only else trainer.paused_random_state or random_state(),
+    )
+
+
+def _document(trainer: Trainer, tied: dict[str, str], *, weights_only: bool) -> dict[str, Any]:
+    """The top level of trainer.json."""
+    module, strategy = trainer.module, trainer.core.strategy
     document: dict[str, Any] = {
         "global_step": trainer.global_step,
         "epoch": trainer.current_epoch,
@@ -55,16 +78,7 @@ def save(trainer: Trainer, path: Path, *, weights_only: bool) -> Path:
         callback.on_save_checkpoint(trainer, module, extra)
     module.on_save_checkpoint(extra)
     document["extra"] = extra
-    return write(
-        path,
-        model=model,
-        optimizer=tensors,
-        optimizer_meta={} if weights_only else _optimizer_meta(trainer, state, tensors),
-        trainer=document,
-        schedulers=[] if weights_only else [dict(c.scheduler.state_dict()) for c in trainer.lr_scheduler_configs],
-        data=trainer.data.state_dict() if trainer.data is not None else {},
-        rng={} if weights_only else trainer.paused_random_state or random_state(),
-    )
+    return document
 
 
 def restore(trainer: Trainer, reader: Reader) -> None:
