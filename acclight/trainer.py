@@ -614,22 +614,24 @@ class Trainer:
             raise
 
     def _after_exception(self, error: BaseException) -> None:
-        for call in self.hooks.on_exception:
-            self._attempt(call, error, underway=True)
+        self._attempt([functools.partial(call, error) for call in self.hooks.on_exception], underway=True)
 
     def _teardown(self, state: str, module: TrainModule, datamodule: DataModule | None, *, failed: bool) -> None:
         """Every part is torn down, whatever another one raises."""
+        status = "interrupted" if self.interrupted else "failed" if failed else "success"
         try:
-            if datamodule is not None:
-                self._attempt(datamodule.teardown, state, underway=failed)
-            for callback in self.callbacks:
-                self._attempt(callback.teardown, self, module, state, underway=failed)
-            self._attempt(module.teardown, state, underway=failed)
-            for one in self.loggers if self.is_global_zero else ():
-                status = "interrupted" if self.interrupted else "failed" if failed else "success"
-                self._attempt(one.finalize, status, underway=failed)
+            self._attempt(
+                [
+                    *([functools.partial(datamodule.teardown, state)] if datamodule is not None else []),
+                    *(functools.partial(callback.teardown, self, module, state) for callback in self.callbacks),
+                    functools.partial(module.teardown, state),
+                    *(functools.partial(one.finalize, status) for one in (self.loggers if self.is_global_zero else ())),
+                    *(data.close for data in ([] if self.data is None else [self.data])),
+                    *(data.close for data in self.eval_data.values()),
+                ],
+                underway=failed,
+            )
         finally:
-            self._close_data()
             self.state = None
             self._loop = None
             self._pending_saves = []
@@ -639,21 +641,24 @@ class Trainer:
                 datamodule.trainer = None
 
     @staticmethod
-    def _attempt(call: Callable[..., Any], *args: Any, underway: bool) -> None:
-        """Calls something of the user's; while an exception is on its way, a second one must not hide it."""
-        try:
-            call(*args)
-        except Exception as error:
-            if not underway:
-                raise
-            warnings.warn(f"{call.__qualname__} itself raised {type(error).__name__}: {error}", stacklevel=2)
+    def _attempt(calls: Sequence[Callable[[], Any]], *, underway: bool) -> None:
+        """Makes all of some calls, whatever one raises; then the first exception leaves, unless one is on its way already.
 
-    def _close_data(self) -> None:
-        """Ends the worker processes of loaders that keep them."""
-        if self.data is not None:
-            self.data.close()
-        for data in self.eval_data.values():
-            data.close()
+        An interrupt (Ctrl-C, `sys.exit`) leaves in any case: a request to end is never hidden.
+        """
+        raised: list[tuple[str, BaseException]] = []
+        for call in calls:
+            try:
+                call()
+            except BaseException as error:
+                raised.append((getattr(getattr(call, "func", call), "__qualname__", repr(call)), error))
+        interrupts = [one for _, one in raised if not isinstance(one, Exception)]
+        leaving = next(iter(interrupts or [one for _, one in raised if not underway]), None)
+        for name, one in raised:
+            if one is not leaving:
+                warnings.warn(f"{name} itself raised {type(one).__name__}: {one}", stacklevel=3)
+        if leaving is not None:
+            raise leaving
 
     @contextmanager
     def _numerics(self) -> Iterator[None]:

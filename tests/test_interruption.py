@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from acclight import Callback, Trainer, TrainModule
 from acclight.checkpoint import CheckpointError, ranks
+from acclight.loggers import CSVLogger
 from acclight.strategies import process_group
 from tests.distributed import ROOT, run_command, run_ranks
 from tests.scenarios import Scalar, quiet_trainer, repeated
@@ -398,3 +399,51 @@ def save_hurried() -> None:
         with pytest.raises(CheckpointError, match="only 1 of 2 ranks"):
             ranks.meet("saving", "key", hurried=lambda: True)
     dist.barrier()
+
+
+class RaisingTeardown(Callback):
+    def __init__(self, error: BaseException | None) -> None:
+        self.error = error
+        self.torn_down = False
+
+    def teardown(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
+        self.torn_down = True
+        if self.error is not None:
+            raise self.error
+
+
+class Finalized(CSVLogger):
+    status = ""
+
+    def finalize(self, status: str) -> None:
+        self.status = status
+        super().finalize(status)
+
+
+@pytest.mark.parametrize("kind", [ValueError, KeyboardInterrupt, SystemExit])
+def test_every_part_is_torn_down_whatever_one_raises(tmp_path: Path, kind: type[BaseException]) -> None:
+    first, second, third = RaisingTeardown(kind("one")), RaisingTeardown(ValueError("two")), RaisingTeardown(None)
+    logger = Finalized(tmp_path)
+    trainer = quiet_trainer(strategy="single", max_steps=1, callbacks=[first, second, third], logger=logger)
+    with pytest.raises(kind, match="one"), pytest.warns(UserWarning, match="teardown itself raised ValueError: two"):
+        trainer.fit(Scalar(), repeated([1.0], 1))
+    assert second.torn_down
+    assert third.torn_down
+    assert logger.status == "success"
+    trainer.callbacks.remove(first)
+    trainer.callbacks.remove(second)
+    trainer.validate(Scalar(), repeated([1.0], 1))
+
+
+def test_an_interrupt_in_a_teardown_is_not_hidden_by_an_error(tmp_path: Path) -> None:
+    class Failing(Scalar):
+        def training_step(self, batch: torch.Tensor, batch_idx: int) -> None:
+            raise ValueError("boom")
+
+    interrupted, last = RaisingTeardown(KeyboardInterrupt()), RaisingTeardown(None)
+    logger = Finalized(tmp_path)
+    trainer = quiet_trainer(strategy="single", max_steps=1, callbacks=[interrupted, last], logger=logger)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.fit(Failing(), repeated([1.0], 1))
+    assert last.torn_down
+    assert logger.status == "failed"
