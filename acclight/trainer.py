@@ -307,8 +307,6 @@ class Trainer:
             self._log_hyperparams()
             for call in self.hooks.on_fit_start:
                 call()
-            if self.global_step == 0 and not self._loop.limit_reached():
-                self.validation.sanity_check()
             self._loop.run()
             self.interrupted = self._loop.preempted is not None
             if not self.interrupted:

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from acclight import Callback, Trainer, TrainModule
 from acclight.checkpoint import CheckpointError, ranks
 from acclight.loggers import CSVLogger
+from acclight.loops.interruption import Agreement
 from acclight.strategies import process_group
 from tests.distributed import ROOT, run_command, run_ranks
 from tests.scenarios import Scalar, quiet_trainer, repeated
@@ -447,3 +448,32 @@ def test_an_interrupt_in_a_teardown_is_not_hidden_by_an_error(tmp_path: Path) ->
         trainer.fit(Failing(), repeated([1.0], 1))
     assert last.torn_down
     assert logger.status == "failed"
+
+
+def test_a_signal_in_the_sanity_check_is_noted(terminations: list[int]) -> None:
+    class Terminated(Scalar):
+        def validation_step(self, batch: torch.Tensor, batch_idx: int) -> None:
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert terminations == []
+
+    torn_down = RaisingTeardown(None)
+    trainer = quiet_trainer(strategy="single", max_steps=2, callbacks=[torn_down])
+    trainer.fit(Terminated(), repeated([1.0] * 4, 1), repeated([1.0], 1))
+    assert (trainer.global_step, trainer.interrupted, torn_down.torn_down) == (0, True, True)
+    assert terminations == [signal.SIGTERM]
+
+
+def test_steps_that_become_slow_bring_the_next_question_forward() -> None:
+    run_ranks(slow_down, timeout=90.0)
+
+
+def slow_down() -> None:
+    process_group.join("gloo", timedelta(seconds=60))
+    agreement = Agreement()
+    for _ in range(2000):
+        assert agreement.ask(False) == (False,)
+    asked = 0
+    while not agreement.ask(dist.get_rank() == 1)[0]:
+        asked += 1
+    assert asked <= 16
+    dist.barrier()
