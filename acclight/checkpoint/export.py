@@ -20,17 +20,20 @@ WEIGHTS = "model.safetensors"
 CONFIG = "config.json"
 
 
-def load_weights(path: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
+def load_weights(path: str | os.PathLike[str]) -> dict[str, Any]:
     """The model's tensors on the CPU, whole, under the module's own names; loads strictly into the plain module.
 
     Works in one process whatever strategy and world size wrote the checkpoint. Names that were tied share one tensor.
-    Takes the memory of one model.
+    Takes the memory of one model. What a module's `get_extra_state` gave is there too, as plain values and tensors.
 
     Raises:
         CheckpointError: the checkpoint is damaged; the message names the file.
     """
-    weights, tied, _ = _read(Path(path))
-    return weights | {alias: weights[kept] for alias, kept in tied.items()}
+    path = Path(path)
+    weights, tied, _ = _read(path)
+    tensors = read_tensors(path / layout.TENSORS_FOLDER, prefix="trainer.extra_state.")
+    extra_state: dict[str, Any] = decode(read_json(path / layout.TRAINER).get("extra_state", {}), tensors)
+    return weights | {alias: weights[kept] for alias, kept in tied.items()} | extra_state
 
 
 def read_trainer(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -55,7 +58,8 @@ def export(
 ) -> Path:
     """Write a checkpoint's model as one Hugging Face folder: model.safetensors and, where it is known, config.json.
 
-    The configuration is trainer.json's "hf_config". Takes the memory of one model, in one process.
+    The configuration is trainer.json's "hf_config". Takes the memory of one model, in one process. The extra state of a
+    module's `get_extra_state`, which a Hugging Face folder has no place for, is left out.
 
     Args:
         path: the checkpoint.

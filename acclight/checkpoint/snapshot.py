@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 
 import acclight
+from acclight.checkpoint.errors import CheckpointError
 from acclight.checkpoint.ranks import agree, meet
 from acclight.checkpoint.reader import Reader
 from acclight.checkpoint.writer import write
@@ -35,11 +37,13 @@ def save(trainer: Trainer, path: Path, *, weights_only: bool) -> Path:
     what, loop = f"saving {path}", trainer._loop
     # Before the first collective: some strategies gather the state in one.
     meet(what, str(path), hurried=lambda: loop is not None and loop.watch.received)
-    model, tied = _untie(trainer, strategy.model_state(module))
+    whole = strategy.model_state(module)
+    extra_state = {name: whole.pop(name) for name in list(whole) if _is_extra_state(name)}
+    model, tied = _untie(trainer, whole)
     state = {} if weights_only else strategy.optimizer_state(module, trainer.optimizers)
     tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
     # What the user's own hooks raise on one rank, all ranks hear of.
-    document = agree(what, lambda: _document(trainer, tied, weights_only=weights_only))
+    document = agree(what, lambda: _document(trainer, tied, extra_state, weights_only=weights_only))
     return write(
         path,
         model=model,
@@ -52,7 +56,9 @@ def save(trainer: Trainer, path: Path, *, weights_only: bool) -> Path:
     )
 
 
-def _document(trainer: Trainer, tied: dict[str, str], *, weights_only: bool) -> dict[str, Any]:
+def _document(
+    trainer: Trainer, tied: dict[str, str], extra_state: dict[str, Any], *, weights_only: bool
+) -> dict[str, Any]:
     """The top level of trainer.json."""
     module, strategy = trainer.module, trainer.core.strategy
     document: dict[str, Any] = {
@@ -70,6 +76,7 @@ def _document(trainer: Trainer, tied: dict[str, str], *, weights_only: bool) -> 
         "accumulate_grad_batches": trainer.accumulate_grad_batches,
         "weights_only": weights_only,
         "tied": tied,
+        "extra_state": extra_state,
         "versions": {"acclight": acclight.__version__} | {name: version(name) for name in ("accelerate", "torch")},
     }
     document |= _hugging_face(module)
@@ -158,7 +165,31 @@ def restore_weights(trainer: Trainer, reader: Reader) -> None:
     trainer.module.on_load_checkpoint(extra)
     for callback in trainer.callbacks:
         callback.on_load_checkpoint(trainer, trainer.module, extra)
-    trainer.core.strategy.load_model_state(trainer.module, reader.load_model)
+    takers, saved = _takers_of_extra_state(trainer.module), reader.trainer.get("extra_state", {})
+    if odd := sorted(takers.keys() ^ saved.keys()):
+        missing = "not in the checkpoint" if odd[0] in takers else "only in the checkpoint, or without set_extra_state"
+        raise CheckpointError(f"{reader.path} does not fit; {missing}: {odd[0]}.")
+    trainer.core.strategy.load_model_state(
+        trainer.module, lambda into: reader.load_model({n: t for n, t in into.items() if not _is_extra_state(n)})
+    )
+    for name, part in takers.items():
+        part.set_extra_state(saved[name])
+
+
+def _is_extra_state(name: str) -> bool:
+    """Whether an entry of a state_dict is what a module's own `get_extra_state` gives: any value, not a tensor to fill."""
+    return name.rpartition(".")[2] == _EXTRA_STATE_KEY_SUFFIX
+
+
+def _takers_of_extra_state(module: torch.nn.Module) -> dict[str, torch.nn.Module]:
+    """The parts that take an extra state back, by the name that it has in a state_dict."""
+    from acclight.strategies.strategy import canonical_name
+
+    return {
+        canonical_name(f"{name}.{_EXTRA_STATE_KEY_SUFFIX}" if name else _EXTRA_STATE_KEY_SUFFIX): part
+        for name, part in module.named_modules(remove_duplicate=False)
+        if type(part).set_extra_state is not torch.nn.Module.set_extra_state
+    }
 
 
 def _untie(trainer: Trainer, state: dict[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
