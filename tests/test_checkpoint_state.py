@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -96,3 +97,19 @@ def test_an_extra_state_that_does_not_fit_is_named(tmp_path: Path) -> None:
     trainer = quiet_trainer(strategy="single", max_steps=3)
     with pytest.raises(CheckpointError, match=r"only in the checkpoint.*count\._extra_state"):
         trainer.fit(Scalar(), repeated([1.0] * 16, 1), ckpt_path=tmp_path / "saved")
+
+
+@pytest.fixture(scope="module")
+def written_alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("alone") / "saved"
+    trained("single", 2, path)
+    return path
+
+
+@on_two_ranks
+def test_rank_0_says_that_a_rank_has_no_random_state(written_alone: Path) -> None:
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        trained("ddp", 3, ckpt=written_alone)
+    said = [str(w.message) for w in seen if "no random state for every rank" in str(w.message)]
+    assert len(said) == (1 if dist.get_rank() == 0 else 0), said

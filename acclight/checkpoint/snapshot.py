@@ -123,13 +123,14 @@ def restore(trainer: Trainer, reader: Reader) -> None:
         trainer.datamodule.load_state_dict(document["datamodule"])
     if trainer.data is not None:
         trainer.data.load_state_dict(reader.data)
-    state = reader.rng(trainer.global_rank)
-    if state is None:
+    if trainer.world_size > document["world_size"]:
+        # Rank 0, which alone warns, has a state of its own.
         warn(
             f"{reader.path} has no random state for every rank (it was written by {document['world_size']} processes); "
             "the others start from the seed"
         )
-    else:
+    state = reader.rng(trainer.global_rank)
+    if state is not None:
         set_random_state(state)
 
 
