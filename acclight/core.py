@@ -381,6 +381,10 @@ class AcceleratorCore:
         """A fit, validation, test or prediction begins, on every rank."""
         self._run = process_group.begin_run()
 
+    def end_run(self) -> None:
+        """It has ended on this rank without an exception."""
+        process_group.end_run()
+
     def failed_elsewhere(self, error: BaseException) -> str | None:
         """Reports this rank's exception to the others; returns what an earlier one of another rank was, if there is one."""
         return process_group.report_failure(self._run, error)

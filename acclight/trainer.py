@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import warnings
@@ -287,8 +288,6 @@ class Trainer:
             announce(self, resumed=reader is not None and not reader.trainer["weights_only"])
             for call in self.hooks.on_fit_start:
                 call()
-            if self.global_step == 0 and not self._loop.limit_reached():
-                self.validation.sanity_check()
             self._loop.run()
             self.interrupted = self._loop.preempted is not None
             if not self.interrupted:
@@ -632,6 +631,7 @@ class Trainer:
                 raise
             finally:
                 self._teardown(state, module, datamodule, failed=failed)
+            self.core.end_run()
 
     def _attach(self, module: TrainModule) -> None:
         """Binds the module to this Trainer: its callbacks, once for each module, and its hooks."""
@@ -648,21 +648,24 @@ class Trainer:
             raise
 
     def _after_exception(self, error: BaseException) -> None:
-        for call in self.hooks.on_exception:
-            self._attempt(call, error, underway=True)
+        self._attempt([functools.partial(call, error) for call in self.hooks.on_exception], underway=True)
 
     def _teardown(self, state: str, module: TrainModule, datamodule: DataModule | None, *, failed: bool) -> None:
         """Every part is torn down, whatever another one raises."""
+        status = "interrupted" if self.interrupted else "failed" if failed else "success"
         try:
-            if datamodule is not None:
-                self._attempt(datamodule.teardown, state, underway=failed)
-            for callback in self.callbacks:
-                self._attempt(callback.teardown, self, module, state, underway=failed)
-            self._attempt(module.teardown, state, underway=failed)
-            if self.is_global_zero:
-                guarded.finish(self.loggers, "interrupted" if self.interrupted else "failed" if failed else "success")
+            self._attempt(
+                [
+                    *([functools.partial(datamodule.teardown, state)] if datamodule is not None else []),
+                    *(functools.partial(callback.teardown, self, module, state) for callback in self.callbacks),
+                    functools.partial(module.teardown, state),
+                    *([functools.partial(guarded.finish, self.loggers, status)] if self.is_global_zero else []),
+                    *(data.close for data in ([] if self.data is None else [self.data])),
+                    *(data.close for data in self.eval_data.values()),
+                ],
+                underway=failed,
+            )
         finally:
-            self._close_data()
             self.state = None
             self._loop = None
             self._pending_saves = []
@@ -672,21 +675,24 @@ class Trainer:
                 datamodule.trainer = None
 
     @staticmethod
-    def _attempt(call: Callable[..., Any], *args: Any, underway: bool) -> None:
-        """Calls something of the user's; while an exception is on its way, a second one must not hide it."""
-        try:
-            call(*args)
-        except Exception as error:
-            if not underway:
-                raise
-            warnings.warn(f"{call.__qualname__} itself raised {type(error).__name__}: {error}", stacklevel=2)
+    def _attempt(calls: Sequence[Callable[[], Any]], *, underway: bool) -> None:
+        """Makes all of some calls, whatever one raises; then the first exception leaves, unless one is on its way already.
 
-    def _close_data(self) -> None:
-        """Ends the worker processes of loaders that keep them."""
-        if self.data is not None:
-            self.data.close()
-        for data in self.eval_data.values():
-            data.close()
+        An interrupt (Ctrl-C, `sys.exit`) leaves in any case: a request to end is never hidden.
+        """
+        raised: list[tuple[str, BaseException]] = []
+        for call in calls:
+            try:
+                call()
+            except BaseException as error:
+                raised.append((getattr(getattr(call, "func", call), "__qualname__", repr(call)), error))
+        interrupts = [one for _, one in raised if not isinstance(one, Exception)]
+        leaving = next(iter(interrupts or [one for _, one in raised if not underway]), None)
+        for name, one in raised:
+            if one is not leaving:
+                warnings.warn(f"{name} itself raised {type(one).__name__}: {one}", stacklevel=3)
+        if leaving is not None:
+            raise leaving
 
     @contextmanager
     def _numerics(self) -> Iterator[None]:

@@ -193,7 +193,7 @@ def test_split_batches_makes_the_batch_size_that_of_all_ranks() -> None:
         assert [line for line in said if "split_batches" in line] == [
             "split_batches: the loader's batch size counts for all 2 processes together"
         ]
-        assert any("effective batch 2 x 2 x 1 = 4" in line for line in said)
+        assert any("effective batch 2 x 2 processes x accumulation 1 = 4" in line for line in said)
     with pytest.raises(ValueError, match="the batch size 3 cannot be divided among 2 processes; give a multiple of 2"):
         fitted(DataLoader(range(8), batch_size=3), split_batches=True)
 

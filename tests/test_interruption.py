@@ -8,13 +8,19 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from acclight import Callback, Trainer, TrainModule
-from tests.distributed import ROOT, run_command
+from acclight.checkpoint import CheckpointError, ranks
+from acclight.loggers import CSVLogger
+from acclight.loops.interruption import Agreement
+from acclight.strategies import process_group
+from tests.distributed import ROOT, run_command, run_ranks
 from tests.scenarios import Scalar, quiet_trainer, repeated
 
 SCRIPT = """
@@ -136,10 +142,10 @@ def test_sigterm_to_one_rank_stops_all_at_one_step_and_the_run_goes_on(script: P
         while "step 5" not in notes(tmp_path, 0):
             assert time.monotonic() < deadline, "the run did not come to step 5"
             time.sleep(0.01)
-        ranks = subprocess.run(
+        children = subprocess.run(
             ["pgrep", "-P", str(process.pid)], capture_output=True, text=True, check=True
         ).stdout.split()
-        first = next(p for p in ranks if b"RANK=0\0" in Path(f"/proc/{p}/environ").read_bytes())
+        first = next(p for p in children if b"RANK=0\0" in Path(f"/proc/{p}/environ").read_bytes())
         os.kill(int(first), signal.SIGTERM)
         output, _ = process.communicate(timeout=60.0)
     finally:
@@ -222,3 +228,252 @@ def test_an_exception_is_not_hidden_by_a_signal_that_came_before_it(terminations
     # The handler is back in its place for the next one.
     os.kill(os.getpid(), signal.SIGTERM)
     assert terminations == [signal.SIGTERM]
+
+
+LEAVING = """
+import os, sys
+import torch.distributed as dist
+from acclight import Callback
+from tests.scenarios import Scalar, quiet_trainer, repeated
+
+what = sys.argv[1]
+rank = int(os.environ["RANK"])
+
+
+class Leaving(Callback):
+    def setup(self, trainer, module, stage):
+        if rank == 1 and what == "exit in a hook":
+            sys.exit(3)
+
+    def on_train_start(self, trainer, module):
+        if rank == 1 and what == "handled":
+            raise ValueError("boom")
+
+    def teardown(self, trainer, module, stage):
+        if rank == 1 and what == "teardown":
+            raise ValueError("boom")
+
+
+trainer = quiet_trainer(max_steps=2, callbacks=Leaving())
+try:
+    trainer.fit(Scalar(), repeated([1.0] * 4, 2))
+except Exception as error:
+    print(f"rank {rank} handled {type(error).__name__}")
+    sys.exit(1)
+if rank == 1 and what == "exit after fit":
+    sys.exit(4)
+if rank == 0 and what == "teardown":
+    dist.barrier()
+print(f"rank {rank} is done")
+"""
+
+
+@pytest.fixture
+def leaving(tmp_path: Path) -> Path:
+    path = tmp_path / "leaving.py"
+    path.write_text(LEAVING)
+    return path
+
+
+@pytest.mark.parametrize("where", ["exit in a hook", "handled", "teardown", "exit after fit"])
+def test_a_rank_that_leaves_by_itself_takes_the_job_down(leaving: Path, where: str) -> None:
+    started = time.monotonic()
+    done = run_command(torchrun(leaving, where), cwd=ROOT, timeout=90.0, env={"PYTHONPATH": str(ROOT)})
+    assert done.returncode != 0, done.stdout
+    assert time.monotonic() - started < 60.0, done.stdout
+    assert ("rank 1 handled ValueError" in done.stdout) == (where in ("handled", "teardown"))
+
+
+def test_ranks_that_end_well_leave_without_a_word(leaving: Path) -> None:
+    for _ in range(3):
+        done = run_command(torchrun(leaving, "nothing"), cwd=ROOT, timeout=60.0, env={"PYTHONPATH": str(ROOT)})
+        assert done.returncode == 0, done.stdout
+        assert "leaves without" not in done.stdout
+        assert "terminate called" not in done.stdout
+
+
+def test_a_rank_waits_for_late_ones_only_so_long() -> None:
+    run_ranks(leave_alone, timeout=60.0)
+
+
+def leave_alone() -> None:
+    process_group.join("gloo", timedelta(seconds=60))
+    process_group._FAREWELL_SECONDS = 1.0
+    started = time.monotonic()
+    if dist.get_rank() == 1:
+        with pytest.warns(UserWarning, match="rank 1 leaves without the other ranks: they did not come within 1 s"):
+            process_group._leave()
+        assert time.monotonic() - started < 10.0
+        assert not dist.is_initialized()
+    else:
+        time.sleep(3.0)
+        process_group._leave()
+
+
+SAVING = """
+import os, sys
+from pathlib import Path
+from acclight import Callback
+from acclight.callbacks import ModelCheckpoint
+from acclight.checkpoint import ranks
+from tests.scenarios import Tokens, quiet_trainer, ragged_tokens
+from torch.utils.data import DataLoader
+
+what, strategy, folder = sys.argv[1], sys.argv[2], Path(sys.argv[3])
+rank = int(os.environ["RANK"])
+if what == "alone":
+    ranks.MEET_SECONDS = 2.0
+
+
+def note(name):
+    with open(folder / f"rank-{rank}.txt", "a") as file:
+        file.write(name + "\\n")
+
+
+class Saving(Callback):
+    def on_save_checkpoint(self, trainer, module, checkpoint):
+        if rank == 1 and what == "hook":
+            raise ValueError("boom")
+
+    def on_step(self, trainer, module):
+        if what == "before" and rank == 1 and trainer.global_step == 3:
+            raise ValueError("boom")
+        if what in ("alone", "before") and rank == 0 and trainer.global_step == 3:
+            trainer.save_checkpoint(folder / "saved")
+
+    def on_exception(self, trainer, module, exception):
+        (folder / f"failed-{rank}").touch()
+        note(f"on_exception {exception}")
+
+    def teardown(self, trainer, module, stage):
+        note("teardown")
+
+
+checkpoints = [ModelCheckpoint(folder / "checkpoints", every_n_train_steps=3)] if what == "hook" else []
+trainer = quiet_trainer(strategy=strategy, max_steps=6, callbacks=[Saving(), *checkpoints])
+trainer.fit(Tokens(), DataLoader(ragged_tokens(32), batch_size=2))
+"""
+
+
+def run_saving(folder: Path, what: str, strategy: str) -> str:
+    path = folder / "saving.py"
+    path.write_text(SAVING)
+    done = run_command(
+        torchrun(path, what, strategy, str(folder)), cwd=ROOT, timeout=120.0, env={"PYTHONPATH": str(ROOT)}
+    )
+    assert done.returncode != 0, done.stdout
+    assert time.time() - min(path.stat().st_mtime for path in folder.glob("failed-*")) < 30.0, done.stdout
+    assert notes(folder, 0)[-1] == "teardown", (notes(folder, 0), done.stdout)
+    return done.stdout
+
+
+def test_an_error_of_one_rank_inside_a_save_ends_all(tmp_path: Path) -> None:
+    output = run_saving(tmp_path, "hook", "ddp")
+    assert output.count('raise ValueError("boom")') == 1
+    saying = notes(tmp_path, 0)[0]
+    assert saying.startswith("on_exception saving ")
+    assert "failed on rank 1: ValueError: boom" in saying
+    assert list((tmp_path / "checkpoints").glob("*")) == []
+
+
+def test_a_rank_that_waits_to_save_hears_of_anothers_error(tmp_path: Path) -> None:
+    run_saving(tmp_path, "before", "ddp")
+    assert "rank 1 failed first with ValueError: boom" in notes(tmp_path, 0)[0]
+
+
+@pytest.mark.parametrize(
+    "strategy", ["ddp", "fsdp2", "deepspeed_stage_2", pytest.param("deepspeed_stage_3", marks=pytest.mark.slow)]
+)
+def test_a_save_that_only_rank_0_asks_for_ends_with_the_reason(tmp_path: Path, strategy: str) -> None:
+    run_saving(tmp_path, "alone", strategy)
+    assert "only 1 of 2 ranks called within 2 s. Every rank has to call save_checkpoint" in notes(tmp_path, 0)[0]
+
+
+def test_a_signal_shortens_the_wait_for_a_save() -> None:
+    run_ranks(save_hurried, timeout=60.0)
+
+
+def save_hurried() -> None:
+    process_group.join("gloo", timedelta(seconds=60))
+    if dist.get_rank() == 0:
+        ranks.HURRIED_MEET_SECONDS = 0.5
+        with pytest.raises(CheckpointError, match="only 1 of 2 ranks"):
+            ranks.meet("saving", "key", hurried=lambda: True)
+    dist.barrier()
+
+
+class RaisingTeardown(Callback):
+    def __init__(self, error: BaseException | None) -> None:
+        self.error = error
+        self.torn_down = False
+
+    def teardown(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
+        self.torn_down = True
+        if self.error is not None:
+            raise self.error
+
+
+class Finalized(CSVLogger):
+    status = ""
+
+    def finalize(self, status: str) -> None:
+        self.status = status
+        super().finalize(status)
+
+
+@pytest.mark.parametrize("kind", [ValueError, KeyboardInterrupt, SystemExit])
+def test_every_part_is_torn_down_whatever_one_raises(tmp_path: Path, kind: type[BaseException]) -> None:
+    first, second, third = RaisingTeardown(kind("one")), RaisingTeardown(ValueError("two")), RaisingTeardown(None)
+    logger = Finalized(tmp_path)
+    trainer = quiet_trainer(strategy="single", max_steps=1, callbacks=[first, second, third], logger=logger)
+    with pytest.raises(kind, match="one"), pytest.warns(UserWarning, match="teardown itself raised ValueError: two"):
+        trainer.fit(Scalar(), repeated([1.0], 1))
+    assert second.torn_down
+    assert third.torn_down
+    assert logger.status == "success"
+    trainer.callbacks.remove(first)
+    trainer.callbacks.remove(second)
+    trainer.validate(Scalar(), repeated([1.0], 1))
+
+
+def test_an_interrupt_in_a_teardown_is_not_hidden_by_an_error(tmp_path: Path) -> None:
+    class Failing(Scalar):
+        def training_step(self, batch: torch.Tensor, batch_idx: int) -> None:
+            raise ValueError("boom")
+
+    interrupted, last = RaisingTeardown(KeyboardInterrupt()), RaisingTeardown(None)
+    logger = Finalized(tmp_path)
+    trainer = quiet_trainer(strategy="single", max_steps=1, callbacks=[interrupted, last], logger=logger)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.fit(Failing(), repeated([1.0], 1))
+    assert last.torn_down
+    assert logger.status == "failed"
+
+
+def test_a_signal_in_the_sanity_check_is_noted(terminations: list[int]) -> None:
+    class Terminated(Scalar):
+        def validation_step(self, batch: torch.Tensor, batch_idx: int) -> None:
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert terminations == []
+
+    torn_down = RaisingTeardown(None)
+    trainer = quiet_trainer(strategy="single", max_steps=2, callbacks=[torn_down])
+    trainer.fit(Terminated(), repeated([1.0] * 4, 1), repeated([1.0], 1))
+    assert (trainer.global_step, trainer.interrupted, torn_down.torn_down) == (0, True, True)
+    assert terminations == [signal.SIGTERM]
+
+
+def test_steps_that_become_slow_bring_the_next_question_forward() -> None:
+    run_ranks(slow_down, timeout=90.0)
+
+
+def slow_down() -> None:
+    process_group.join("gloo", timedelta(seconds=60))
+    agreement = Agreement()
+    for _ in range(2000):
+        assert agreement.ask(False) == (False,)
+    asked = 0
+    while not agreement.ask(dist.get_rank() == 1)[0]:
+        asked += 1
+    assert asked <= 16
+    dist.barrier()

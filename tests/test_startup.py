@@ -76,9 +76,11 @@ def test_the_batch_size_of_a_batch_sampler_counts() -> None:
     batches = DataLoader(data, batch_sampler=BatchSampler(SequentialSampler(data), 4, drop_last=False))  # type: ignore[arg-type]
     trainer = quiet_trainer(max_steps=1, accumulate_grad_batches=2)
     trainer.fit(Scalar(), batches)
-    settings = in_force(trainer, batches, resumed=False)
+    settings = in_force(trainer, resumed=False)
     assert (settings["batch_size"].value, settings["effective_batch_size"].value) == (4, 8)
-    assert "batch_size" not in in_force(trainer, [torch.ones(3)], resumed=False)
+    trainer = quiet_trainer(max_steps=1)
+    trainer.fit(Scalar(), [torch.ones(3)])
+    assert "batch_size" not in in_force(trainer, resumed=False)
 
 
 def test_a_file_and_the_launcher_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

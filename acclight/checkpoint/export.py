@@ -21,17 +21,20 @@ INDEX = "model.safetensors.index.json"
 CONFIG = "config.json"
 
 
-def load_weights(path: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
+def load_weights(path: str | os.PathLike[str]) -> dict[str, Any]:
     """The model's tensors on the CPU, whole, under the module's own names; loads strictly into the plain module.
 
     Works in one process whatever strategy and world size wrote the checkpoint. Names that were tied share one tensor.
-    Takes the memory of one model.
+    Takes the memory of one model. What a module's `get_extra_state` gave is there too, as plain values and tensors.
 
     Raises:
         CheckpointError: the checkpoint is damaged; the message names the file.
     """
-    weights, tied, _ = _read(Path(path))
-    return weights | {alias: weights[kept] for alias, kept in tied.items()}
+    path = Path(path)
+    weights, tied, _ = _read(path)
+    tensors = read_tensors(path / layout.TENSORS_FOLDER, prefix="trainer.extra_state.")
+    extra_state: dict[str, Any] = decode(read_json(path / layout.TRAINER).get("extra_state", {}), tensors)
+    return weights | {alias: weights[kept] for alias, kept in tied.items()} | extra_state
 
 
 def read_trainer(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -63,7 +66,8 @@ def export(
 
     With more files than one they are model-00001-of-0000n.safetensors and so on, with the index that `from_pretrained` reads.
 
-    The configuration is trainer.json's "hf_config". Takes the memory of one model, in one process.
+    The configuration is trainer.json's "hf_config". Takes the memory of one model, in one process. The extra state of a
+    module's `get_extra_state`, which a Hugging Face folder has no place for, is left out.
 
     Args:
         path: the checkpoint.

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import time
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 from acclight.checkpoint.errors import CheckpointError
+from acclight.strategies import process_group
 
 T = TypeVar("T")
 
 MEET_SECONDS = 45.0
+#: How long it still waits once a signal has come: a launcher kills 30 s after its own.
+HURRIED_MEET_SECONDS = 10.0
+_LOOK_SECONDS = 0.25
 
 
 def rank_and_size() -> tuple[int, int]:
@@ -65,14 +70,19 @@ def describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def meet(what: str, key: str) -> None:
+def meet(what: str, key: str, hurried: Callable[[], bool] = lambda: False) -> None:
     """Let rank 0 wait for the others outside of any collective, for MEET_SECONDS at most.
 
     A save that only rank 0 calls would wait in its first collective until the backend gives up (10 to 30 minutes). The
     other ranks do not wait here: they may be early by as long as rank 0 is busy with work of its own.
 
+    Args:
+        what: names what is done, in errors.
+        key: the same on every rank, for one save at a time.
+        hurried: says, each time it is called, whether this process has been told to end, and may wait a few seconds only.
+
     Raises:
-        CheckpointError: on rank 0, when some rank has not called.
+        CheckpointError: on rank 0, when some rank has not called, or has failed meanwhile.
     """
     rank, size = rank_and_size()
     if size == 1:
@@ -85,16 +95,31 @@ def meet(what: str, key: str) -> None:
         store.set(complete, "1")
     if rank != 0:
         return
+    begun, seconds = time.monotonic(), MEET_SECONDS
+    while not _came(store, complete):  # in short waits, between which Python handles signals
+        failure = process_group.failure_elsewhere()
+        if hurried():
+            seconds = min(seconds, time.monotonic() - begun + HURRIED_MEET_SECONDS)
+            hurried = lambda: False  # noqa: E731  # the limit is set once
+        if failure is None and time.monotonic() - begun < seconds:
+            continue
+        present = store.add(f"acclight/checkpoint/{key}", -1) + 1 - turn * size
+        if failure is not None:
+            raise CheckpointError(f"{what}: {failure}")
+        raise CheckpointError(
+            f"{what}: only {present} of {size} ranks called within {seconds:.3g} s. Every rank has to call "
+            "save_checkpoint: take the call out of the `is_global_zero` (or rank 0) guard."
+        )
+
+
+def _came(store: Any, key: str) -> bool:
     try:
-        store.wait([complete], timedelta(seconds=MEET_SECONDS))
+        store.wait([key], timedelta(seconds=min(_LOOK_SECONDS, MEET_SECONDS)))
     except dist.DistNetworkError:
         raise
-    except RuntimeError as exc:  # DistStoreError of a TCP store, a plain RuntimeError of a file store
-        present = store.add(f"acclight/checkpoint/{key}", -1) + 1 - turn * size
-        raise CheckpointError(
-            f"{what}: only {present} of {size} ranks called within {MEET_SECONDS:g} s. Every rank has to call it: "
-            "take the call out of the `is_global_zero` (or rank 0) guard."
-        ) from exc
+    except RuntimeError:  # DistStoreError of a TCP store, a plain RuntimeError of a file store
+        return False
+    return True
 
 
 def warn(message: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 from importlib.metadata import version
 from pathlib import Path
@@ -10,8 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 
 import acclight
+from acclight.checkpoint.errors import CheckpointError
+from acclight.checkpoint.ranks import agree, meet
 from acclight.checkpoint.reader import Reader
 from acclight.checkpoint.writer import write
 from acclight.messages import warn
@@ -29,9 +33,34 @@ def save(trainer: Trainer, path: Path, *, weights_only: bool) -> Path:
         weights_only: Leave out optimizers, schedulers and random state.
     """
     module, strategy = trainer.module, trainer.core.strategy
-    model, tied = _untie(trainer, strategy.model_state(module))
+    path = Path(os.path.abspath(path))
+    what, loop = f"saving {path}", trainer._loop
+    # Before the first collective: some strategies gather the state in one.
+    meet(what, str(path), hurried=lambda: loop is not None and loop.watch.received)
+    whole = strategy.model_state(module)
+    extra_state = {name: whole.pop(name) for name in list(whole) if _is_extra_state(name)}
+    model, tied = _untie(trainer, whole)
     state = {} if weights_only else strategy.optimizer_state(module, trainer.optimizers)
     tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
+    # What the user's own hooks raise on one rank, all ranks hear of.
+    document = agree(what, lambda: _document(trainer, tied, extra_state, weights_only=weights_only))
+    return write(
+        path,
+        model=model,
+        optimizer=tensors,
+        optimizer_meta={} if weights_only else _optimizer_meta(trainer, state, tensors),
+        trainer=document,
+        schedulers=[] if weights_only else [dict(c.scheduler.state_dict()) for c in trainer.lr_scheduler_configs],
+        data=trainer.data.state_dict() if trainer.data is not None else {},
+        rng={} if weights_only else trainer.paused_random_state or random_state(),
+    )
+
+
+def _document(
+    trainer: Trainer, tied: dict[str, str], extra_state: dict[str, Any], *, weights_only: bool
+) -> dict[str, Any]:
+    """The top level of trainer.json."""
+    module, strategy = trainer.module, trainer.core.strategy
     document: dict[str, Any] = {
         "global_step": trainer.global_step,
         "epoch": trainer.current_epoch,
@@ -49,6 +78,7 @@ def save(trainer: Trainer, path: Path, *, weights_only: bool) -> Path:
         "accumulate_grad_batches": trainer.accumulate_grad_batches,
         "weights_only": weights_only,
         "tied": tied,
+        "extra_state": extra_state,
         "versions": {"acclight": acclight.__version__} | {name: version(name) for name in ("accelerate", "torch")},
     }
     document |= _hugging_face(module)
@@ -57,16 +87,7 @@ def save(trainer: Trainer, path: Path, *, weights_only: bool) -> Path:
         callback.on_save_checkpoint(trainer, module, extra)
     module.on_save_checkpoint(extra)
     document["extra"] = extra
-    return write(
-        path,
-        model=model,
-        optimizer=tensors,
-        optimizer_meta={} if weights_only else _optimizer_meta(trainer, state, tensors),
-        trainer=document,
-        schedulers=[] if weights_only else [dict(c.scheduler.state_dict()) for c in trainer.lr_scheduler_configs],
-        data=trainer.data.state_dict() if trainer.data is not None else {},
-        rng={} if weights_only else trainer.paused_random_state or random_state(),
-    )
+    return document
 
 
 def restore(trainer: Trainer, reader: Reader) -> None:
@@ -107,13 +128,14 @@ def restore(trainer: Trainer, reader: Reader) -> None:
         trainer.datamodule.load_state_dict(document["datamodule"])
     if trainer.data is not None:
         trainer.data.load_state_dict(reader.data)
-    state = reader.rng(trainer.global_rank)
-    if state is None:
+    if trainer.world_size > document["world_size"]:
+        # Rank 0, which alone warns, has a state of its own.
         warn(
             f"{reader.path} has no random state for every rank (it was written by {document['world_size']} processes); "
             "the others start from the seed"
         )
-    else:
+    state = reader.rng(trainer.global_rank)
+    if state is not None:
         set_random_state(state)
 
 
@@ -149,7 +171,31 @@ def restore_weights(trainer: Trainer, reader: Reader) -> None:
     trainer.module.on_load_checkpoint(extra)
     for callback in trainer.callbacks:
         callback.on_load_checkpoint(trainer, trainer.module, extra)
-    trainer.core.strategy.load_model_state(trainer.module, reader.load_model)
+    takers, saved = _takers_of_extra_state(trainer.module), reader.trainer.get("extra_state", {})
+    if odd := sorted(takers.keys() ^ saved.keys()):
+        missing = "not in the checkpoint" if odd[0] in takers else "only in the checkpoint, or without set_extra_state"
+        raise CheckpointError(f"{reader.path} does not fit; {missing}: {odd[0]}.")
+    trainer.core.strategy.load_model_state(
+        trainer.module, lambda into: reader.load_model({n: t for n, t in into.items() if not _is_extra_state(n)})
+    )
+    for name, part in takers.items():
+        part.set_extra_state(saved[name])
+
+
+def _is_extra_state(name: str) -> bool:
+    """Whether an entry of a state_dict is what a module's own `get_extra_state` gives: any value, not a tensor to fill."""
+    return name.rpartition(".")[2] == _EXTRA_STATE_KEY_SUFFIX
+
+
+def _takers_of_extra_state(module: torch.nn.Module) -> dict[str, torch.nn.Module]:
+    """The parts that take an extra state back, by the name that it has in a state_dict."""
+    from acclight.strategies.strategy import canonical_name
+
+    return {
+        canonical_name(f"{name}.{_EXTRA_STATE_KEY_SUFFIX}" if name else _EXTRA_STATE_KEY_SUFFIX): part
+        for name, part in module.named_modules(remove_duplicate=False)
+        if type(part).set_extra_state is not torch.nn.Module.set_extra_state
+    }
 
 
 def _untie(trainer: Trainer, state: dict[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:

@@ -71,15 +71,17 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
     return {name: StoredTensor(tuple(shape), dtypes[name]) for name, shape in shapes.items()}
 
 
-def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
-    """Every tensor in `folder`, whole and in memory of its own on the CPU."""
+def read_tensors(folder: Path, prefix: str = "") -> dict[str, torch.Tensor]:
+    """Every tensor in `folder` whose name begins with `prefix`, whole and in memory of its own on the CPU."""
     tensors = {
         name: torch.empty(stored.shape, dtype=stored.dtype, device="cpu")
         for name, stored in stored_tensors(folder).items()
+        if name.startswith(prefix)
     }
     for file in _files(folder):
         for piece, part in _opened(file):
-            tensors[piece.name][piece.place].copy_(part)
+            if piece.name in tensors:
+                tensors[piece.name][piece.place].copy_(part)
     return tensors
 
 

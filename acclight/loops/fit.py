@@ -60,13 +60,15 @@ class FitLoop:
     # -- the whole run ------------------------------------------------------------------------------------------------
 
     def run(self) -> None:
-        """From where the progress stands to the first limit."""
+        """From where the progress stands to the first limit; a training from the start tries the validation first."""
         trainer, progress = self.trainer, self.progress
         if reason := self.limit_reached():
             info(f"fit has nothing left to do: {reason}")
             return
-        self.module.train()
         with self.watch:
+            if progress.global_step == 0:
+                self.validation.sanity_check()
+            self.module.train()
             for call in trainer.hooks.on_train_start:
                 call()
             self.ask_all(now=True)

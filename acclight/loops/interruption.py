@@ -18,7 +18,9 @@ if TYPE_CHECKING:
 
 # Ranks ask each other about this often; one small collective in a tenth of a second is lost in the noise of training.
 _SECONDS_BETWEEN = 0.1
-_MOST_STEPS_BETWEEN = 1000
+# The steps until the next question may turn out slower than those before: few enough that steps of a second each stay below the
+# 30 s after which a launcher kills.
+_MOST_STEPS_BETWEEN = 16
 
 
 class SignalWatch:

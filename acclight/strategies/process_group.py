@@ -14,8 +14,12 @@ import torch
 import torch.distributed as dist
 
 _FAREWELL_SECONDS = 20.0
+_FAREWELL_AFTER_FAILURE_SECONDS = 2.0
 _notes = itertools.count()
 _runs = itertools.count()
+#: The run that is under way on this rank, until it ends or fails.
+_underway: int | None = None
+_ended_well = True
 
 
 def launched() -> bool:
@@ -70,13 +74,33 @@ def _leave() -> None:
     """Meets the other ranks and destroys the group: a gloo process that skips this aborts in about a third of its exits."""
     if not dist.is_initialized():
         return
-    # After an unhandled exception nobody may be there to meet, and the launcher is about to take the job down.
-    if dist.get_world_size() > 1 and not hasattr(sys, "last_value"):
-        try:
-            dist.monitored_barrier(timeout=timedelta(seconds=_FAREWELL_SECONDS))
-        except RuntimeError as error:
-            warnings.warn(f"rank {dist.get_rank()} leaves without the other ranks: {error}", stacklevel=1)
-    dist.destroy_process_group()
+    try:
+        # After an unhandled exception nobody may be there to meet, and the launcher is about to take the job down.
+        if dist.get_world_size() > 1 and not hasattr(sys, "last_value"):
+            _say_farewell()
+    finally:
+        dist.destroy_process_group()
+
+
+def _say_farewell() -> None:
+    """Waits for the other ranks, in the store, where every rank's wait has a limit; `monitored_barrier` limits rank 0's alone."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    notes = SharedNotes(size, "farewell")
+    # After a failure that the script has handled (or a `sys.exit` in a hook) the others may wait for this rank in a collective,
+    # which its exit ends; those that failed as well are here at once.
+    seconds = _FAREWELL_SECONDS if _ended_well else _FAREWELL_AFTER_FAILURE_SECONDS
+    reason = f"they did not come within {seconds:g} s"
+    try:
+        met = notes.agree("here", seconds)
+        if met and rank == 0:
+            # The store may live in this process: the others have to read there that all have come.
+            notes.agree("read", _FAREWELL_AFTER_FAILURE_SECONDS)
+        elif met:
+            notes.add("read")
+    except dist.DistError as error:
+        met, reason = False, str(error)
+    if not met and _ended_well:
+        warnings.warn(f"rank {rank} leaves without the other ranks: {reason}", stacklevel=1)
 
 
 class SharedNotes:
@@ -86,12 +110,13 @@ class SharedNotes:
 
     Args:
         world_size: How many ranks share them; 1 for none.
+        name: Of notes that a process makes once; without a name they are numbered.
     """
 
-    def __init__(self, world_size: int) -> None:
+    def __init__(self, world_size: int, name: str | None = None) -> None:
         self._world_size = world_size
         if world_size > 1:
-            self._prefix = f"acclight/notes/{next(_notes)}"
+            self._prefix = f"acclight/notes/{next(_notes) if name is None else name}"
 
     def add(self, name: str) -> int:
         """Counts this rank; returns how many ranks have counted themselves."""
@@ -120,7 +145,23 @@ class SharedNotes:
 
 def begin_run() -> int:
     """A number for a run that all ranks begin now; failures are told within it, and a later run knows nothing of them."""
-    return next(_runs)
+    global _underway, _ended_well
+    _underway, _ended_well = next(_runs), False
+    return _underway
+
+
+def end_run() -> None:
+    """The newest run has ended on this rank, its clean-up included, without an exception."""
+    global _underway, _ended_well
+    _underway, _ended_well = None, True
+
+
+def failure_elsewhere() -> str | None:
+    """What the first rank to fail in the run under way has said; for a rank that waits for the others outside of a collective."""
+    if _underway is None:
+        return None
+    store, key = dist.distributed_c10d._get_default_store(), f"acclight/failure/{_underway}"
+    return store.get(key).decode() if store.check([key]) else None
 
 
 def report_failure(run: int, error: BaseException) -> str | None:
@@ -133,6 +174,8 @@ def report_failure(run: int, error: BaseException) -> str | None:
     Returns:
         What the first rank to fail said; None when this is the first, or when nobody can be reached any more.
     """
+    global _underway
+    _underway = None
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return None
     # A data loader's worker puts its whole traceback into the message, which one rank prints already.
