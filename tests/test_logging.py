@@ -490,6 +490,39 @@ def test_two_hooks_cannot_show_one_name_at_once() -> None:
         fit(module)
 
 
+@pytest.mark.parametrize("both_first", [True, False])
+@pytest.mark.parametrize(
+    ("name", "flags"),
+    [
+        ("x_step", {}),
+        ("x_step", {"on_step": False, "on_epoch": True}),
+        ("x_epoch", {}),
+        ("x_epoch", {"on_epoch": True}),
+    ],
+)
+def test_an_ending_cannot_make_a_name_that_is_there(name: str, flags: dict[str, bool], both_first: bool) -> None:
+    def log(module: Logs, *_: Any) -> None:
+        calls = [("x", {"on_step": True, "on_epoch": True}), (name, flags)]
+        for one, arguments in calls if both_first else calls[::-1]:
+            module.log(one, 1.0, **arguments)
+
+    if flags == {"on_epoch": True}:
+        # It has endings of its own; the plain name, which callbacks may use, is the other's ending.
+        name = "x_epoch"
+    with pytest.raises(ValueError, match=rf"(?s)self.log\('x(?=.*self.log\('x)(?=.*'{name}').*another name"):
+        fit(Logs(training_step=log))
+
+
+def test_endings_that_meet_nothing_are_names_like_others() -> None:
+    def log(module: Logs, *_: Any) -> None:
+        module.log("x", 1.0)
+        module.log("x_step", 2.0)
+        module.log("y_epoch", 3.0, on_step=True, on_epoch=True)
+
+    trainer, _ = fit(Logs(training_step=log))
+    assert trainer.logged_metrics == {"x": 1.0, "x_step": 2.0, "y_epoch_step": 3.0, "y_epoch_epoch": 3.0}
+
+
 def test_one_name_for_the_steps_and_another_hooks_epoch() -> None:
     module = Logs(training_step=lambda m, *_: m.log("x", 1.0), on_train_epoch_end=lambda m: m.log("x", 2.0))
     _, rows = fit(module, ids(2, 1))
