@@ -786,7 +786,28 @@ def test_update_gives_no_value_for_a_step(recwarn: pytest.WarningsRecorder) -> N
     _, rows = fit(Measured(training_step=log), ids(3, 1))
     assert rows.of("mean_step") == []
     assert rows.of("mean_epoch") == [(3, 1.0)]
-    assert len([w for w in recwarn if "'mean', on_step=True" in str(w.message)]) == 1
+    assert len([w for w in recwarn if "self.log('mean'), which shows values of single steps" in str(w.message)]) == 1
+
+
+def test_update_where_steps_alone_are_shown(recwarn: pytest.WarningsRecorder) -> None:
+    def log(module: Measured, batch: Tensor, batch_idx: int) -> None:
+        module.mean.update(batch)
+        module.log("mean", module.mean)
+
+    _, rows = fit(Measured(training_step=log), ids(3, 1))
+    assert rows.rows == []
+    [warning] = [str(w.message) for w in recwarn if "self.log('mean')" in str(w.message)]
+    assert "call it, metric(...), or pass on_step=False, on_epoch=True" in warning
+
+
+def test_the_value_of_an_earlier_batch_is_not_shown_again(recwarn: pytest.WarningsRecorder) -> None:
+    def log(module: Measured, batch: Tensor, batch_idx: int) -> None:
+        (module.mean if batch_idx != 1 else module.mean.update)(batch)
+        module.log("mean", module.mean)
+
+    _, rows = fit(Measured(training_step=log), ids(3, 1))
+    assert rows.of("mean") == [(1, 0.0), (3, 2.0)]
+    assert len([w for w in recwarn if "self.log('mean')" in str(w.message)]) == 1
 
 
 def test_one_torchmetrics_object_under_two_names() -> None:

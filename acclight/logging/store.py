@@ -284,11 +284,19 @@ class MetricStore:
             meter.path = "" if self._module is None else path_of(metric, self._module) or ""
         if not meter.on_step:
             return None
-        value = metric._forward_cache
+        value, updates = metric._forward_cache, metric._update_count
+        if value is not None and value is meter.batch_value and updates != meter.updates:
+            # Updated since: it is an earlier batch's value.
+            value = None
+        else:
+            meter.batch_value, meter.updates = value, updates
         if value is None:
+            remedy = (
+                "pass on_step=False" if meter.on_epoch else "pass on_step=False, on_epoch=True for the epoch's value"
+            )
             self._warn_once(
-                f"self.log({meter.name!r}, on_step=True) got a {type(metric).__name__} without a value for the batch, as it was "
-                "updated with update(): call it, metric(...), or pass on_step=False"
+                f"self.log({meter.name!r}), which shows values of single steps (on_step=True), got a {type(metric).__name__} "
+                f"without one for the batch, as it was updated with update(), and shows none: call it, metric(...), or {remedy}"
             )
         elif not isinstance(value, Tensor) or value.numel() != 1:
             raise ValueError(
