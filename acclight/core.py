@@ -266,8 +266,17 @@ class AcceleratorCore:
             keep = False
         loss = loss if isinstance(weight, float) and weight == 1.0 else loss * weight
         # Where nothing is kept the whole backward runs too: wrappers exchange gradients and free shards in it.
-        with nullcontext() if keep is True else self.strategy.gradients_where(keep):
-            self.strategy.backward(loss)
+        try:
+            with nullcontext() if keep is True else self.strategy.gradients_where(keep):
+                self.strategy.backward(loss)
+        except RuntimeError as error:
+            if "backward through the graph a second time" in str(error):
+                error.add_note(
+                    "The loop runs backward itself on the loss that training_step returns. If training_step has called "
+                    "loss.backward(), leave that out and return the loss, or set self.automatic_optimization = False and call "
+                    "self.manual_backward(loss). If the loss hangs on an earlier batch, detach what was kept of it."
+                )
+            raise
 
     def unscale(self, optimizer_index: int) -> None:
         """Takes the fp16 loss scale out of one optimizer's gradients, so that hooks and clipping see the true ones."""

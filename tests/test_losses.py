@@ -349,3 +349,21 @@ def test_counts_that_are_none(count: Any, error: type[Exception], message: str, 
         message = message.replace("count_items returned", "training_step returned a LossSum whose count is")
     with pytest.raises(error, match=re.escape(f"Counts.{message}")):
         quiet_trainer(strategy="single", max_epochs=1).fit(module, repeated([1.0], 1))
+
+
+# --- backward called by the user -------------------------------------------------------------------------------------
+
+
+class CallsBackward(Scalar):
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        loss.backward()
+        return loss
+
+
+def test_backward_in_training_step_is_explained() -> None:
+    with pytest.raises(RuntimeError, match="second time") as failure:
+        quiet_trainer(strategy="single", max_epochs=1).fit(CallsBackward(), repeated([1.0], 1))
+    [note] = failure.value.__notes__
+    assert "loss.backward()" in note
+    assert "self.automatic_optimization = False" in note
