@@ -433,9 +433,12 @@ class MetricStore:
         return {key.shown_as("step"): float(m.step.newest) for key, m in shown if m.step.newest is not None}
 
     def pending_names(self) -> list[str]:
-        """The names of what training has logged for the epoch that runs."""
-        keys = [key for key, _, meter in self._entries("train") if meter.on_epoch and meter.used]
-        return list(dict.fromkeys(name for key in keys for name in (key.plain_name, key.shown_as("epoch"))))
+        """The names of what training logs on its steps, and of what it has logged for the epoch that runs."""
+        names: list[str] = []
+        for key, _, meter in self._entries("train"):
+            names += [key.plain_name, key.shown_as("step")] if meter.on_step else []
+            names += [key.plain_name, key.shown_as("epoch")] if meter.on_epoch and meter.used else []
+        return list(dict.fromkeys(names))
 
     def training_names(self) -> set[str]:
         """The names under which training logs something for its epochs."""
