@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -34,6 +34,18 @@ class Nothing(NamedTuple):
     """
 
     zero: Tensor
+
+
+class UnreadWeight(NamedTuple):
+    """The weight of a micro-batch whose number of items is on an accelerator, which nobody waits for.
+
+    Attributes:
+        weight: The weight.
+        nonzero: Whether it has items at all, a scalar tensor; else its loss may be 0/0.
+    """
+
+    weight: float | Tensor
+    nonzero: Tensor
 
 
 class StepModule(nn.Module):
@@ -291,9 +303,29 @@ class AcceleratorCore:
             self._synced = last
             self.step_module.stands_in = last and self.joins_with_nothing
 
-    def backward(self, loss: Tensor, weight: float | Tensor) -> None:
-        """Adds the gradient of `weight * loss`. Over a window the weights of all ranks add up to the number of ranks."""
-        self.strategy.backward(loss if isinstance(weight, float) and weight == 1.0 else loss * weight)
+    def backward(self, loss: Tensor, weight: float | Tensor | UnreadWeight) -> None:
+        """Adds the gradient of `weight * loss`. Over a window the weights of all ranks add up to the number of ranks.
+
+        A weight of exactly 0.0 gives gradients of zeros, whatever the loss is: 0 x (0/0) would make them NaN.
+        """
+        keep: bool | Tensor = True
+        if isinstance(weight, UnreadWeight):
+            weight, keep = weight
+        elif isinstance(weight, float) and weight == 0.0:
+            keep = False
+        loss = loss if isinstance(weight, float) and weight == 1.0 else loss * weight
+        # Where nothing is kept the whole backward runs too: wrappers exchange gradients and free shards in it.
+        try:
+            with nullcontext() if keep is True else self.strategy.gradients_where(keep):
+                self.strategy.backward(loss)
+        except RuntimeError as error:
+            if "backward through the graph a second time" in str(error):
+                error.add_note(
+                    "The loop runs backward itself on the loss that training_step returns. If training_step has called "
+                    "loss.backward(), leave that out and return the loss, or set self.automatic_optimization = False and call "
+                    "self.manual_backward(loss). If the loss hangs on an earlier batch, detach what was kept of it."
+                )
+            raise
 
     def unscale(self, optimizer_index: int) -> None:
         """Takes the fp16 loss scale out of one optimizer's gradients, so that hooks and clipping see the true ones."""

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
+import warnings
 
-from lightning_utilities.core.rank_zero import rank_zero_only, rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_only
+
+#: acclight and what may stand between two of its own frames, or between it and the user's.
+_BETWEEN = ("acclight", "accelerate", "contextlib", "functools", "importlib", "torch")
 
 _logger = logging.getLogger("acclight")
 if _logger.level == logging.NOTSET:
@@ -23,9 +28,19 @@ def info(text: str) -> None:
 
 
 def warn(text: str) -> None:
-    """Warns on rank 0."""
-    _rank()
-    rank_zero_warn(text, stacklevel=4)
+    """Warns on rank 0, at the user's line."""
+    if _rank() == 0:
+        warnings.warn(text, stacklevel=_users_level())
+
+
+def _users_level() -> int:
+    """The stack level, for `warn`, of the nearest line that is not acclight's own; Python 3.11 has no skip_file_prefixes."""
+    frame, level = sys._getframe(2), 2
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _BETWEEN:
+        frame = frame.f_back
+        # As warnings does when it counts levels.
+        level += "importlib" not in frame.f_code.co_filename or "_bootstrap" not in frame.f_code.co_filename
+    return level
 
 
 def _rank() -> int:

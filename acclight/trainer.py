@@ -455,7 +455,7 @@ class Trainer:
 
     @property
     def pending_metrics(self) -> list[str]:
-        """Keys that were logged for the epoch that runs, and are not reduced yet."""
+        """Keys that training logs on its steps, and those that it has logged for the epoch that runs: values may come later."""
         return self.metrics.pending_names()
 
     @property

@@ -56,10 +56,8 @@ class Monitor:
 
 
 def is_logged(trainer: Trainer, name: str) -> bool:
-    """Whether a metric has a value, or will have one at the end of the epoch that runs."""
-    pending = trainer.pending_metrics
-    # A metric that is logged per step and per epoch is pending under its own name.
-    return name in trainer.callback_metrics or name in pending or name.removesuffix("_epoch") in pending
+    """Whether a metric has a value, or will have one: at a step whose values are reduced, or at the end of the epoch."""
+    return name in trainer.callback_metrics or name in trainer.pending_metrics
 
 
 def missing_metric(trainer: Trainer, who: str, name: str) -> str:

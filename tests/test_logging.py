@@ -490,6 +490,39 @@ def test_two_hooks_cannot_show_one_name_at_once() -> None:
         fit(module)
 
 
+@pytest.mark.parametrize("both_first", [True, False])
+@pytest.mark.parametrize(
+    ("name", "flags"),
+    [
+        ("x_step", {}),
+        ("x_step", {"on_step": False, "on_epoch": True}),
+        ("x_epoch", {}),
+        ("x_epoch", {"on_epoch": True}),
+    ],
+)
+def test_an_ending_cannot_make_a_name_that_is_there(name: str, flags: dict[str, bool], both_first: bool) -> None:
+    def log(module: Logs, *_: Any) -> None:
+        calls = [("x", {"on_step": True, "on_epoch": True}), (name, flags)]
+        for one, arguments in calls if both_first else calls[::-1]:
+            module.log(one, 1.0, **arguments)
+
+    if flags == {"on_epoch": True}:
+        # It has endings of its own; the plain name, which callbacks may use, is the other's ending.
+        name = "x_epoch"
+    with pytest.raises(ValueError, match=rf"(?s)self.log\('x(?=.*self.log\('x)(?=.*'{name}').*another name"):
+        fit(Logs(training_step=log))
+
+
+def test_endings_that_meet_nothing_are_names_like_others() -> None:
+    def log(module: Logs, *_: Any) -> None:
+        module.log("x", 1.0)
+        module.log("x_step", 2.0)
+        module.log("y_epoch", 3.0, on_step=True, on_epoch=True)
+
+    trainer, _ = fit(Logs(training_step=log))
+    assert trainer.logged_metrics == {"x": 1.0, "x_step": 2.0, "y_epoch_step": 3.0, "y_epoch_epoch": 3.0}
+
+
 def test_one_name_for_the_steps_and_another_hooks_epoch() -> None:
     module = Logs(training_step=lambda m, *_: m.log("x", 1.0), on_train_epoch_end=lambda m: m.log("x", 2.0))
     _, rows = fit(module, ids(2, 1))
@@ -753,7 +786,28 @@ def test_update_gives_no_value_for_a_step(recwarn: pytest.WarningsRecorder) -> N
     _, rows = fit(Measured(training_step=log), ids(3, 1))
     assert rows.of("mean_step") == []
     assert rows.of("mean_epoch") == [(3, 1.0)]
-    assert len([w for w in recwarn if "'mean', on_step=True" in str(w.message)]) == 1
+    assert len([w for w in recwarn if "self.log('mean'), which shows values of single steps" in str(w.message)]) == 1
+
+
+def test_update_where_steps_alone_are_shown(recwarn: pytest.WarningsRecorder) -> None:
+    def log(module: Measured, batch: Tensor, batch_idx: int) -> None:
+        module.mean.update(batch)
+        module.log("mean", module.mean)
+
+    _, rows = fit(Measured(training_step=log), ids(3, 1))
+    assert rows.rows == []
+    [warning] = [str(w.message) for w in recwarn if "self.log('mean')" in str(w.message)]
+    assert "call it, metric(...), or pass on_step=False, on_epoch=True" in warning
+
+
+def test_the_value_of_an_earlier_batch_is_not_shown_again(recwarn: pytest.WarningsRecorder) -> None:
+    def log(module: Measured, batch: Tensor, batch_idx: int) -> None:
+        (module.mean if batch_idx != 1 else module.mean.update)(batch)
+        module.log("mean", module.mean)
+
+    _, rows = fit(Measured(training_step=log), ids(3, 1))
+    assert rows.of("mean") == [(1, 0.0), (3, 2.0)]
+    assert len([w for w in recwarn if "self.log('mean')" in str(w.message)]) == 1
 
 
 def test_one_torchmetrics_object_under_two_names() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from typing import Any
 
@@ -225,3 +226,144 @@ def test_a_sum_without_items_adds_nothing(strategy: str) -> None:
     trainer.fit(Sums(lr=0.5), one_sample_each([(4.0, -1.0), (-1.0, -1.0)]))
     # w = 0.5 * 4, then a gradient of zero.
     assert float(whole(trainer, "w")) == pytest.approx(2.0)
+
+
+# --- a micro-batch without items -------------------------------------------------------------------------------------
+
+
+class Masked(Scalar):
+    """The mean over the samples above zero as many write it by hand, 0/0 where there are none, and a unit of its own."""
+
+    def __init__(self, returns: str = "mean", lr: float = 0.5) -> None:
+        super().__init__(lr)
+        self.returns = returns
+        self.inner = nn.Linear(1, 1, bias=False)
+        nn.init.zeros_(self.inner.weight)
+        if returns == "mean":
+            self.count_items = self._count  # type: ignore[method-assign]
+
+    def _count(self, batch: Tensor) -> Any:
+        return (batch > 0).sum()
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        kept = (batch > 0).float()
+        errors = (self.w - batch) ** 2 / 2 + (self.inner(torch.ones(1, 1)) - batch).flatten() ** 2 / 2
+        loss = (errors * kept).sum() / kept.sum()
+        if self.returns == "number":
+            return LossSum(loss * kept.sum(), int(kept.sum()))
+        if self.returns == "in a dict":
+            return {"loss": LossSum(loss * kept.sum(), kept.sum()), "kept": kept.sum()}
+        return LossSum(loss * kept.sum(), kept.sum()) if self.returns == "tensor" else loss
+
+
+def check_without_items(
+    strategy: Any, returns: str, pairs: list[tuple[float, float]], accumulate: int, world: int = 2
+) -> None:
+    trainer = quiet_trainer(strategy=strategy, max_epochs=1, accumulate_grad_batches=accumulate * 2 // world)
+    trainer.fit(Masked(returns), one_sample_each([(a, b) for a, b in pairs]))
+    expected = 0.0
+    for start in range(0, len(pairs), accumulate):
+        kept = [x for pair in pairs[start : start + accumulate] for x in pair if x > 0]
+        # The gradient of the mean over all items of the window; zero where it has none.
+        expected -= 0.5 * (expected - sum(kept) / len(kept)) if kept else 0.0
+    assert float(whole(trainer, "w")) == pytest.approx(expected, abs=1e-6)
+    assert float(whole(trainer, "inner.weight")) == pytest.approx(expected, abs=1e-6)
+
+
+RETURNS = ["mean", "number", "tensor", "in a dict"]
+WITHOUT_ITEMS = [
+    pytest.param([(4.0, -1.0), (2.0, 6.0)], 1, id="one rank"),
+    pytest.param([(-1.0, -1.0), (4.0, 8.0)], 1, id="every rank"),
+    pytest.param([(4.0, -1.0), (-1.0, 8.0), (-1.0, -1.0), (2.0, -1.0)], 2, id="windows"),
+]
+
+
+@pytest.mark.parametrize("returns", RETURNS)
+@pytest.mark.parametrize(("pairs", "accumulate"), WITHOUT_ITEMS)
+def test_a_micro_batch_without_items_in_one_process(returns: str, pairs: Any, accumulate: int) -> None:
+    check_without_items("single", returns, pairs, accumulate, world=1)
+
+
+@on_two_ranks
+@pytest.mark.parametrize("returns", RETURNS)
+@pytest.mark.parametrize(("pairs", "accumulate"), WITHOUT_ITEMS)
+@pytest.mark.parametrize("strategy", DISTRIBUTED)
+def test_a_micro_batch_without_items_on_two_ranks(strategy: str, returns: str, pairs: Any, accumulate: int) -> None:
+    check_without_items(strategy, returns, [(a, b) for a, b in pairs], accumulate)
+
+
+@on_two_ranks
+@pytest.mark.parametrize("strategy", DISTRIBUTED)
+def test_a_count_that_only_the_device_knows(strategy: str) -> None:
+    """What an accelerator does, whose counts are not read."""
+    known_count = losses._known_count
+    losses._known_count = lambda count: None
+    try:
+        for returns in ("mean", "tensor"):
+            check_without_items(strategy, returns, [(4.0, -1.0), (-1.0, 8.0), (-1.0, -1.0), (2.0, -1.0)], 2)
+    finally:
+        losses._known_count = known_count
+
+
+@on_two_ranks
+def test_units_of_their_own_get_no_gradient_without_items_under_fsdp2() -> None:
+    from acclight.strategies import FSDP2Strategy
+
+    strategy = FSDP2Strategy(auto_wrap_policy="SIZE_BASED_WRAP", min_num_params=1)
+    check_without_items(strategy, "mean", [(4.0, -1.0), (-1.0, 8.0), (-1.0, -1.0), (2.0, -1.0)], 2)
+
+
+def test_fractions_of_an_item_weigh_their_share() -> None:
+    class Fractions(Scalar):
+        def count_items(self, batch: Tensor) -> Tensor:
+            return batch.sum() / 100
+
+    trainer = quiet_trainer(strategy="single", max_epochs=1, accumulate_grad_batches=2)
+    trainer.fit(Fractions(lr=1.0), repeated([1.0, 3.0], 1))
+    # (1 * 1 + 3 * 3) / 4
+    assert float(whole(trainer, "w")) == pytest.approx(2.5)
+
+
+@pytest.mark.parametrize(
+    ("count", "error", "message"),
+    [
+        (-1, ValueError, "count_items returned -1"),
+        (torch.tensor(-2), ValueError, "count_items returned -2"),
+        (float("nan"), ValueError, "count_items returned nan"),
+        (None, TypeError, "count_items returned None"),
+        ("3", TypeError, "count_items returned '3'"),
+        (torch.ones(2), TypeError, "count_items returned a tensor of shape (2,)"),
+    ],
+)
+@pytest.mark.parametrize("where", ["count_items", "LossSum"])
+def test_counts_that_are_none(count: Any, error: type[Exception], message: str, where: str) -> None:
+    class Counts(Scalar):
+        def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+            loss = self.loss(batch)
+            return LossSum(loss, count) if where == "LossSum" else loss
+
+    module = Counts()
+    if where == "count_items":
+        module.count_items = lambda batch: count  # type: ignore[method-assign]
+    else:
+        message = message.replace("count_items returned", "training_step returned a LossSum whose count is")
+    with pytest.raises(error, match=re.escape(f"Counts.{message}")):
+        quiet_trainer(strategy="single", max_epochs=1).fit(module, repeated([1.0], 1))
+
+
+# --- backward called by the user -------------------------------------------------------------------------------------
+
+
+class CallsBackward(Scalar):
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        loss.backward()
+        return loss
+
+
+def test_backward_in_training_step_is_explained() -> None:
+    with pytest.raises(RuntimeError, match="second time") as failure:
+        quiet_trainer(strategy="single", max_epochs=1).fit(CallsBackward(), repeated([1.0], 1))
+    [note] = failure.value.__notes__
+    assert "loss.backward()" in note
+    assert "self.automatic_optimization = False" in note

@@ -153,12 +153,20 @@ class Exchange:
 
 
 def check_names(keys: Sequence[Key] | dict[Key, Flags]) -> None:
-    """Raises ValueError when two keys would be shown under one name at the same moment."""
+    """Raises ValueError when two keys would be shown under one name: at the same moment, or with an ending at any."""
     seen: dict[tuple[str, bool], Key] = {}
+    shown: dict[str, Key] = {}
     for key in keys:
         for ending, there in (("step", key.on_step), ("epoch", key.on_epoch)):
             if not there:
                 continue
+            for name in (key.shown_as(ending), key.plain_name):
+                other = shown.setdefault(name, key)
+                if other.plain_name != key.plain_name:
+                    raise ValueError(
+                        f"{_call(other)} in {other.hook} and {_call(key)} in {key.hook} would both be shown as {name!r}: give "
+                        "one of them another name"
+                    )
             other = seen.setdefault((key.plain_name, ending == "step"), key)
             if other == key:
                 continue
@@ -173,3 +181,7 @@ def check_names(keys: Sequence[Key] | dict[Key, Flags]) -> None:
             raise ValueError(
                 f"self.log({key.name!r}) in {key.hook} has {', '.join(differing)} on different ranks: log it in one way"
             )
+
+
+def _call(key: Key) -> str:
+    return f"self.log({key.name!r}, on_step={key.on_step}, on_epoch={key.on_epoch})"

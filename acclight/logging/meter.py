@@ -130,8 +130,8 @@ class Meter:
     """
 
     __slots__ = (
-        "epoch", "flags", "keeps_series", "loader", "logger", "metric", "name", "on_epoch", "on_step", "path", "prog_bar",
-        "reduce_fx", "series", "step", "suffix", "used", "window",
+        "batch_value", "epoch", "flags", "keeps_series", "loader", "logger", "metric", "name", "on_epoch", "on_step", "path",
+        "prog_bar", "reduce_fx", "series", "step", "suffix", "updates", "used", "window",
     )  # fmt: skip
 
     def __init__(
@@ -165,6 +165,9 @@ class Meter:
         #: A torchmetrics object, which computes its own value, and where the module holds it.
         self.metric: Any = None
         self.path = ""
+        #: Its value for the last batch, and how many updates it had by then.
+        self.batch_value: Any = None
+        self.updates = 0
         #: Something was logged since the epoch began.
         self.used = False
         #: The position of the only evaluation loader that it was logged for, or None.

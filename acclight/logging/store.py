@@ -284,11 +284,19 @@ class MetricStore:
             meter.path = "" if self._module is None else path_of(metric, self._module) or ""
         if not meter.on_step:
             return None
-        value = metric._forward_cache
+        value, updates = metric._forward_cache, metric._update_count
+        if value is not None and value is meter.batch_value and updates != meter.updates:
+            # Updated since: it is an earlier batch's value.
+            value = None
+        else:
+            meter.batch_value, meter.updates = value, updates
         if value is None:
+            remedy = (
+                "pass on_step=False" if meter.on_epoch else "pass on_step=False, on_epoch=True for the epoch's value"
+            )
             self._warn_once(
-                f"self.log({meter.name!r}, on_step=True) got a {type(metric).__name__} without a value for the batch, as it was "
-                "updated with update(): call it, metric(...), or pass on_step=False"
+                f"self.log({meter.name!r}), which shows values of single steps (on_step=True), got a {type(metric).__name__} "
+                f"without one for the batch, as it was updated with update(), and shows none: call it, metric(...), or {remedy}"
             )
         elif not isinstance(value, Tensor) or value.numel() != 1:
             raise ValueError(
@@ -425,9 +433,12 @@ class MetricStore:
         return {key.shown_as("step"): float(m.step.newest) for key, m in shown if m.step.newest is not None}
 
     def pending_names(self) -> list[str]:
-        """The names of what training has logged for the epoch that runs."""
-        keys = [key for key, _, meter in self._entries("train") if meter.on_epoch and meter.used]
-        return list(dict.fromkeys(name for key in keys for name in (key.plain_name, key.shown_as("epoch"))))
+        """The names of what training logs on its steps, and of what it has logged for the epoch that runs."""
+        names: list[str] = []
+        for key, _, meter in self._entries("train"):
+            names += [key.plain_name, key.shown_as("step")] if meter.on_step else []
+            names += [key.plain_name, key.shown_as("epoch")] if meter.on_epoch and meter.used else []
+        return list(dict.fromkeys(names))
 
     def training_names(self) -> set[str]:
         """The names under which training logs something for its epochs."""

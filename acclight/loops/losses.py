@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
+from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from acclight.callback import overrides
-from acclight.core import Nothing
+from acclight.core import Nothing, UnreadWeight
 from acclight.module import LossSum, TrainModule
 
 if TYPE_CHECKING:
@@ -33,13 +35,14 @@ class WindowLosses:
         self.core = core
         self.module = module
         self._where = f"{type(module).__name__}.training_step"
+        self._returned = f"{type(module).__name__}.count_items returned"
         self._counts_items = overrides(module, "count_items")
         self._notes = core.shared_notes()
         self._window = 0
-        self._weights: list[float] | list[Tensor] = []
+        self._weights: list[float | Tensor | UnreadWeight] = []
         #: Losses of this window on this rank, and the counts of those that are sums.
         self._seen = 0
-        self._counts: list[Tensor] = []
+        self._counts: list[float | Tensor] = []
         self._sums_announced = False
         #: The window's last micro-batch had no loss, and so no backward that exchanges its gradients.
         self._open_ended = False
@@ -51,37 +54,44 @@ class WindowLosses:
         if not self._counts_items:
             self._weights = [1.0 / len(window)] * len(window)
             return
-        counts = torch.stack([self._number(self.module.count_items(batch)) for batch in window])
-        total = self.core.sum(counts.sum()).clamp(min=1.0)
-        self._weights = list((counts * (self.core.world_size / total)).unbind())
+        counts = [self._count(self.module.count_items(batch), self._returned) for batch in window]
+        # One copy of all that are numbers, which waits for nothing; tensors of the device are there already.
+        numbers = torch.tensor([0.0 if isinstance(n, Tensor) else n for n in counts], dtype=torch.float32)
+        stacked = numbers.to(self.core.device, non_blocking=True)
+        for index, count in enumerate(counts):
+            if isinstance(count, Tensor):
+                stacked[index] = count
+        total = self.core.sum(stacked.sum()).clamp(min=1e-30)
+        shares = (stacked * (self.core.world_size / total)).unbind()
+        self._weights = [_weight(share, count) for share, count in zip(shares, counts, strict=True)]
 
-    def read(self, outputs: Any, index: int) -> tuple[Tensor | None, float | Tensor]:
+    def read(self, outputs: Any, index: int) -> tuple[Tensor | None, float | Tensor | UnreadWeight]:
         """The loss in what training_step returned for micro-batch `index` of the window, and its weight.
 
         Raises:
             RuntimeError: The loss has no graph; or there is none, on this rank alone, where all ranks have to agree.
-            TypeError: For a loss that is no scalar tensor.
-            ValueError: For a dict without a loss.
+            TypeError: For a loss that is no scalar tensor, or a count that is no number.
+            ValueError: For a dict without a loss, or a negative count.
         """
         if outputs is None or isinstance(outputs, Nothing):
             self._leave_out(outputs, index)
             return None, 0.0
         weight = self._weights[index]
-        if isinstance(outputs, LossSum):
-            loss: Any = outputs.total
-            weight = float(self.core.world_size)
-            self._counts.append(self._number(outputs.count))
-            if not self._sums_announced:
-                self._sums_announced = True
-                self._notes.add("sums")
-        elif isinstance(outputs, dict):
+        loss: Any = outputs
+        if isinstance(outputs, dict):
             if "loss" not in outputs:
                 raise ValueError(
                     f"{self._where} returned a dict without 'loss'; it has the keys {sorted(map(str, outputs))}"
                 )
             loss = outputs["loss"]
-        else:
-            loss = outputs
+        if isinstance(loss, LossSum):
+            count = self._count(loss.count, f"{self._where} returned a LossSum whose count is")
+            weight = _weight(float(self.core.world_size), count)
+            self._counts.append(count)
+            if not self._sums_announced:
+                self._sums_announced = True
+                self._notes.add("sums")
+            loss = loss.total
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
             raise TypeError(
@@ -125,12 +135,38 @@ class WindowLosses:
         if self._open_ended:
             self.core.finish_window()
         if sums:
-            total = torch.stack([torch.zeros((), device=self.core.device), *self._counts]).sum()
+            known = float(sum(count for count in self._counts if not isinstance(count, Tensor)))
+            total = torch.full((), known, device=self.core.device)
+            for count in self._counts:
+                if isinstance(count, Tensor):
+                    total += count
             self.core.scale_gradients(1.0 / self.core.sum(total).clamp(min=1e-30))
         return True
 
-    def _number(self, count: int | float | Tensor) -> Tensor:
-        return torch.as_tensor(count, dtype=torch.float32).to(self.core.device)
+    def _count(self, count: Any, what: str) -> float | Tensor:
+        """A number of items, checked; as a scalar tensor where it is on an accelerator, which is not waited for."""
+        if isinstance(count, Tensor) and (count.numel() != 1 or count.is_complex()):
+            raise TypeError(f"{what} a tensor of shape {tuple(count.shape)}; give one number of items")
+        if not isinstance(count, (Real, Tensor)):
+            raise TypeError(f"{what} {count!r}; give a number of items, or a scalar tensor of one")
+        known = _known_count(count)
+        if known is None:
+            return torch.as_tensor(count).detach().reshape(()).to(self.core.device, torch.float32)
+        if not (math.isfinite(known) and known >= 0.0):
+            raise ValueError(f"{what} {known:g}; give a number of items, 0 or more")
+        return known
+
+
+def _known_count(count: Any) -> float | None:
+    """A count that can be read without waiting for a device."""
+    return float(count) if not isinstance(count, Tensor) or count.is_cpu else None
+
+
+def _weight(weight: float | Tensor, count: float | Tensor) -> float | Tensor | UnreadWeight:
+    """A micro-batch without items weighs exactly 0.0, so that nothing is made of its loss, which may be 0/0."""
+    if isinstance(count, Tensor):
+        return UnreadWeight(weight, count > 0.0)
+    return weight if count > 0.0 else 0.0
 
 
 def detached(outputs: Any) -> Any:
@@ -141,6 +177,8 @@ def detached(outputs: Any) -> Any:
         return {"loss": outputs.detach()}
     if isinstance(outputs, LossSum):
         return {"loss": outputs.total.detach(), "count": outputs.count}
+    if isinstance(outputs, dict) and isinstance(outputs.get("loss"), LossSum):
+        return {"count": outputs["loss"].count, **outputs, "loss": outputs["loss"].total.detach()}
     if isinstance(outputs, dict) and isinstance(outputs.get("loss"), Tensor):
         return {**outputs, "loss": outputs["loss"].detach()}
     return outputs

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from accelerate.utils import FullyShardedDataParallelPlugin
 from torch import Tensor, nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
@@ -316,6 +316,15 @@ class FSDP2Strategy(Strategy):
 
     def set_gradient_sync(self, sync: bool) -> None:
         self.wrapped.set_requires_gradient_sync(sync)  # type: ignore[operator]
+
+    def leaves(self) -> Iterable[Tensor]:
+        # Backward works on the gathered parameters, whatever the module shows; torch 2.13 has no public name for them.
+        # `tests/test_losses.py` fails without.
+        for unit in self.wrapped.modules():
+            if isinstance(unit, FSDPModule):
+                for group in unit._get_fsdp_state()._fsdp_param_groups:
+                    # A unit that has not run yet has none, and no part in the graph.
+                    yield from (p._unsharded_param for p in group.fsdp_params if hasattr(p, "_unsharded_param"))
 
     def finish_window(self) -> None:
         self.wrapped.set_requires_gradient_sync(True)  # type: ignore[operator]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from types import MappingProxyType
 from typing import Any, ClassVar
@@ -161,6 +161,31 @@ class Strategy:
             self._update_scale()
             loss = self._scaler.scale(loss)
         torch.autograd.backward(loss, retain_graph=retain_graph)
+
+    @contextmanager
+    def gradients_where(self, keep: bool | Tensor) -> Iterator[None]:
+        """While it lasts, backward gives every parameter a gradient of zeros unless `keep`, whatever it meets in the graph.
+
+        Args:
+            keep: False, or a scalar tensor on the device.
+        """
+
+        def kept(gradient: Tensor) -> Tensor:
+            zeros = torch.zeros_like(gradient)
+            return torch.where(keep, gradient, zeros) if isinstance(keep, Tensor) else zeros
+
+        # Of leaves, these run before anything is made of the gradient: accumulation, DDP's buckets, ZeRO's partitions.
+        leaves: list[Any] = [leaf for leaf in self.leaves() if leaf.requires_grad]
+        handles = [leaf.register_hook(kept) for leaf in leaves]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def leaves(self) -> Iterable[Tensor]:
+        """The tensors that a backward gives gradients to."""
+        return self.step_module.parameters()
 
     def finish_window(self) -> None:
         """Averages the window's gradients over the ranks when its last micro-batch had no backward, on any rank."""
