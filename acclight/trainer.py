@@ -393,6 +393,11 @@ class Trainer:
         return self.progress.global_step
 
     @property
+    def steps_of_fit(self) -> int:
+        """Optimizer steps of the fit that runs; 0 right after a resume, when no metric of training is known yet."""
+        return 0 if self._loop is None else self.global_step - self._loop.first_step
+
+    @property
     def skipped_steps(self) -> int:
         """Steps that fp16 loss scaling skipped."""
         return self.progress.skipped_steps

@@ -65,6 +65,13 @@ class FitValidation:
         steps = math.ceil((trainer.data.batches_done + coming) / trainer.accumulate_grad_batches)
         return steps % self.every_n_steps == 0 and self._epoch_is_due()
 
+    def owed(self) -> bool:
+        """The validation after the last step was not run, or not to its end: a checkpoint was written before it, say."""
+        trainer = self.trainer
+        assert trainer.data is not None
+        begun = trainer.data.batches_done > 0 and not trainer.progress.epoch_done
+        return begun and self.due_after_step() and trainer.progress.validated_at != trainer.global_step
+
     def due_at_epoch_end(self) -> bool:
         """A validation belongs to the end of this epoch, and has not been run there yet (before a resume, say)."""
         trainer = self.trainer
