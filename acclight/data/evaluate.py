@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from acclight.data.deal import EvalDeal
 from acclight.data.indexed import IndexedReader
-from acclight.data.loader import Limit, Reader, check_limit, checked, limited, samples_of
+from acclight.data.loader import Differs, Limit, Reader, check_limit, checked, limited, samples_of
 from acclight.data.order import EpochOrder
 from acclight.data.stream import PlainReader, StreamReader
 
@@ -19,9 +19,9 @@ class EvalData:
 
     The batches are those that one process alone would make, and batch k goes to rank k % world_size: no sample is
     repeated, so near the end some ranks have one batch fewer, or a shorter one. That also holds for a stream
-    (IterableDataset), where the number of batches is not known. A loader that divides itself among the ranks and a
-    plain iterable of batches are used as they are: each rank evaluates what it is given. A shuffled loader has the same
-    order each time.
+    (IterableDataset), where the number of batches is not known. A loader that divides itself among the ranks (how a
+    stream shows that, `TrainData` says) and a plain iterable of batches are used as they are: each rank evaluates what
+    it is given. A shuffled loader has the same order each time.
 
     Args:
         loader: A DataLoader, or an iterable of batches.
@@ -32,6 +32,8 @@ class EvalData:
         limit_name: What a user calls the limit, for errors.
         own_share: Whether the ranks were given different data (their `rank_identity` differs), so that each reads the
             whole of its own.
+        differs: Whether a digest differs between the ranks; with it, they compare the first elements of a stream when it
+            is read for the first time.
 
     Raises:
         TypeError: Several loaders, or nothing that can be iterated over.
@@ -47,12 +49,14 @@ class EvalData:
         limit: Limit = 1.0,
         limit_name: str = "limit",
         own_share: bool = False,
+        differs: Differs | None = None,
     ) -> None:
         self._loader, declared = checked(loader, rank, world_size)
         self._own = declared or own_share
         check_limit(limit, limit_name)
         self._limit_name = limit_name
         self._limit = limit
+        self._differs = differs
         self._first: int | None = None
         self._rank = rank
         self._world = world_size
@@ -62,7 +66,9 @@ class EvalData:
         if not isinstance(loader, DataLoader):
             self._reader = PlainReader(loader, world_size=world_size)
         elif isinstance(loader.dataset, IterableDataset):
-            self._reader = StreamReader(loader, rank=rank, world_size=world_size, own=self._own, whole_batches=True)
+            self._reader = StreamReader(
+                loader, rank=rank, world_size=world_size, own=self._own, differs=differs, whole_batches=True
+            )
         else:
             order, deal = EpochOrder(loader), EvalDeal(0, 1) if self._own else EvalDeal(rank, world_size)
             self._dealt = deal, order
@@ -93,6 +99,7 @@ class EvalData:
             limit=self._limit,
             limit_name=self._limit_name,
             own_share=self._own,
+            differs=self._differs,
         )
         short._first = batches
         short._at_most = short._apply_limit()
