@@ -20,8 +20,9 @@ class AcceleratorConfig:
 
     Attributes:
         split_batches: A loader's batch size is that of all processes together. Default False: of each process.
-        dispatch_batches: Rank 0 alone reads, and sends each rank its batches. Default None: for iterable datasets (that do not
-            divide themselves among the ranks).
+        dispatch_batches: Rank 0 alone reads, and sends each rank its batches (pickled), for streams that are slow to open.
+            Default None: each rank reads, an iterable dataset too, and takes its share; so one that picks its own part by its
+            rank loses nothing. The batches are the same.
         even_batches: The end of a training epoch is filled up, from its start, to a multiple of the number of processes.
             Evaluations never repeat a sample.
         use_seedable_sampler: The order of the samples follows `data_seed`, else the seed of torch. False: the order is drawn from

@@ -78,7 +78,9 @@ def in_force(trainer: Trainer, *, resumed: bool) -> dict[str, Setting]:
     size = trainer.data.batch_size if trainer.data is not None else None
     if size is not None:
         settings["batch_size"] = Setting(size)
-        settings["effective_batch_size"] = Setting(size * core.data_world_size * accumulation)
+        # An epoch that is shorter than a window makes one step over what it holds.
+        held = int(min(accumulation, trainer.num_training_batches))
+        settings["effective_batch_size"] = Setting(size * core.data_world_size * held)
     settings["gradient_clip_val"] = argument(
         "gradient_clip_val", core.clip_val, core.strategy.clip_source if core.clip_val else "default"
     )

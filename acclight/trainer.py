@@ -31,7 +31,7 @@ from acclight.loops.predict import predict
 from acclight.loops.progress import Progress as Counts
 from acclight.loops.reading import evaluation_data, training_data
 from acclight.loops.validation import FitValidation
-from acclight.messages import info
+from acclight.messages import info, warn
 from acclight.startup import announce
 from acclight.strategies.compiling import unwrapped
 from acclight.strategies.resolve import launched_accumulation, resolve_strategy
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from accelerate import Accelerator, ParallelismConfig
     from accelerate.tracking import GeneralTracker
 
+    from acclight.checkpoint.reader import Reader
     from acclight.data import EvalData, TrainData
     from acclight.datamodule import DataModule
     from acclight.loggers import Logger
@@ -279,13 +280,14 @@ class Trainer:
             self.validation = FitValidation(self, self._eval_loaders("val", val_dataloaders))
             self.eval_data = self.validation.data
             reader = snapshot.find(self, ckpt_path)
-            self._prepare(training=True)
+            self._prepare(training=True, resumed=reader)
             if reader is not None:
                 snapshot.restore(self, reader)
                 self.metrics.forget_training()
                 info(f"resumed from {reader.path} at step {self.global_step}")
             self._loop = FitLoop(self, self.core, module, self.data, self.validation)
             announce(self, resumed=reader is not None and not reader.trainer["weights_only"])
+            self._warn_of_what_cannot_be()
             for call in self.hooks.on_fit_start:
                 call()
             self._loop.run()
@@ -374,6 +376,11 @@ class Trainer:
     def global_step(self) -> int:
         """Optimizer steps done (windows, also those whose fp16 step was skipped)."""
         return self.progress.global_step
+
+    @property
+    def steps_of_fit(self) -> int:
+        """Optimizer steps of the fit that runs; 0 right after a resume, when no metric of training is known yet."""
+        return 0 if self._loop is None else self.global_step - self._loop.first_step
 
     @property
     def skipped_steps(self) -> int:
@@ -532,12 +539,26 @@ class Trainer:
 
     @property
     def estimated_stepping_batches(self) -> int | float:
-        """Optimizer steps of the whole training; infinite when neither a limit nor the loader says."""
-        epochs = math.inf if self.max_epochs is None or self.max_epochs < 0 else self.max_epochs
-        by_epochs = epochs * self.steps_per_epoch if self.steps_per_epoch else 0
+        """Optimizer steps of the whole training: those done, and those to come before a limit, as the loader is now.
+
+        Infinite when neither a limit nor the loader says. Known in `configure_optimizers`, also of a resume.
+        """
+        begun = self.progress.epoch + self.progress.epoch_done
+        epochs = math.inf if self.max_epochs is None or self.max_epochs < 0 else max(self.max_epochs - begun, 0)
+        # What is left of the epoch that runs, then whole ones.
+        left = self.steps_left_in_epoch
+        to_come = left + (epochs - 1) * self.steps_per_epoch if epochs and (left or self.steps_per_epoch) else 0
         by_steps = self.max_steps if self.max_steps >= 0 else math.inf
-        steps = min(by_epochs, by_steps)
+        steps = max(min(self.global_step + to_come, by_steps), self.global_step)
         return steps if math.isinf(steps) else int(steps)
+
+    @property
+    def steps_left_in_epoch(self) -> int | float:
+        """Optimizer steps to the end of the epoch that runs, or of the one that comes; infinite when nobody knows."""
+        if self.data is None or self.progress.epoch_done:
+            return self.steps_per_epoch
+        left = self.data.batches_left
+        return math.inf if left is None else math.ceil(left / self.accumulate_grad_batches)
 
     @property
     def max_time_seconds(self) -> float | None:
@@ -705,8 +726,13 @@ class Trainer:
         finally:
             torch.use_deterministic_algorithms(before[0], warn_only=before[1])
 
-    def _prepare(self, *, training: bool) -> None:
-        """Creates the model's last parts and the optimizers, and wraps them; a module that is wrapped already stays so."""
+    def _prepare(self, *, training: bool, resumed: Reader | None = None) -> None:
+        """Creates the model's last parts and the optimizers, and wraps them; a module that is wrapped already stays so.
+
+        Args:
+            training: With optimizers.
+            resumed: The checkpoint that is restored afterwards; configure_optimizers sees its step and position already.
+        """
         module = self.module
         fresh = self._prepared is None or self._prepared[0] is not module
         if not fresh and self._prepared is not None and (self._prepared[1] or not training):
@@ -716,6 +742,8 @@ class Trainer:
                 module.configure_model()
             self.progress = Counts() if training else self.progress
         self.optimizers, self.lr_scheduler_configs = [], []
+        if resumed is not None:
+            snapshot.restore_position(self, resumed)
         if training:
             self.optimizers, self.lr_scheduler_configs = read_optimizers(module)
             if not self.optimizers and self.core.strategy.kind == "deepspeed":
@@ -753,6 +781,19 @@ class Trainer:
         if self.data is None or self.progress.epoch_done or self._prepared is None or self._prepared[0] is not module:
             return None
         return self.data.state_dict()
+
+    def _warn_of_what_cannot_be(self) -> None:
+        """Says where training will not do what the arguments ask for."""
+        assert self._loop is not None
+        assert self.validation is not None
+        batches = self.num_training_batches
+        if 0 < batches < self.accumulate_grad_batches:
+            warn(
+                f"accumulate_grad_batches={self.accumulate_grad_batches}, but an epoch has {batches} batches: each epoch "
+                f"makes one step, over the {batches} that it holds"
+            )
+        if not self._loop.limit_reached() and (reason := self.validation.never_due()):
+            warn(f"no validation will run: {reason}")
 
     def _module_for(self, state: str, module: TrainModule | None) -> TrainModule:
         chosen = self._module if module is None and state != "fit" else unwrapped(module)

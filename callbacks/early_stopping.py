@@ -135,7 +135,8 @@ class EarlyStopping(Callback):
         return None
 
     def _check_name(self, trainer: Trainer) -> None:
-        if self._name_checked:
+        # Right after a resume, nobody knows yet what training logs.
+        if self._name_checked or not trainer.steps_of_fit:
             return
         self._name_checked = True
         if not is_logged(trainer, self.monitor):

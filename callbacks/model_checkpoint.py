@@ -217,7 +217,7 @@ class ModelCheckpoint(Callback):
     def on_step(self, trainer: Trainer, module: TrainModule) -> None:
         """Saves where an interval of steps or time is over; where a validation follows, after it, with its score."""
         if self._every_n_train_steps:
-            due = trainer.global_step % self._every_n_train_steps == 0
+            due = self._step_is_due(trainer)
         else:
             due = self._train_time_interval is not None and self._time_is_over(trainer)
         if due and self.monitor is not None and trainer.validation_due:
@@ -233,7 +233,9 @@ class ModelCheckpoint(Callback):
         if self.monitor is not None:
             self._watch.observe(trainer)
             self._add_score(trainer)
-        due = self._waits_for_validation or (self._epoch_is_due(trainer) and self._saves_after_validation(trainer))
+        # After a resume it may be the validation of a step before, which this one has not seen.
+        of_step = self._waits_for_validation or (self.monitor is not None and self._step_is_due(trainer))
+        due = of_step or (self._epoch_is_due(trainer) and self._saves_after_validation(trainer))
         self._waits_for_validation = False
         if due:
             self._save_if_good(trainer)
@@ -282,6 +284,9 @@ class ModelCheckpoint(Callback):
     def _saves_any(self) -> bool:
         return self.save_top_k != 0 or self.save_last
 
+    def _step_is_due(self, trainer: Trainer) -> bool:
+        return self._every_n_train_steps > 0 and trainer.global_step % self._every_n_train_steps == 0
+
     def _epoch_is_due(self, trainer: Trainer) -> bool:
         return self._every_n_epochs > 0 and (trainer.current_epoch + 1) % self._every_n_epochs == 0
 
@@ -302,7 +307,8 @@ class ModelCheckpoint(Callback):
 
     def _check_names(self, trainer: Trainer) -> None:
         """Raises for a monitor or a metric in `filename` that neither training nor validation has logged."""
-        if self._names_checked:
+        # Right after a resume, nobody knows yet what training logs.
+        if self._names_checked or not trainer.steps_of_fit:
             return
         self._names_checked = True
         if self.monitor is not None and not is_logged(trainer, self.monitor):

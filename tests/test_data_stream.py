@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import random
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,6 +14,11 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from acclight.data import EvalData, TrainData, rank_identity
+from acclight.data.loader import digest
+from tests.distributed import RankChecks
+from tests.scenarios import Scalar, quiet_trainer
+
+on_two_ranks = RankChecks(world_size=2, timeout=90.0)
 
 
 class Stream(IterableDataset[int]):
@@ -295,3 +302,88 @@ class Noise(IterableDataset[float]):
 def test_workers_that_divide_a_stream_draw_each_their_own() -> None:
     (batches,) = read(TrainData, DataLoader(Noise(), 2, num_workers=2), 1)
     assert batches[0][1] != batches[1][1]
+
+
+class AsksForItsRank(IterableDataset[torch.Tensor]):
+    """Three elements on rank 0 and five on rank 1, without an attribute that says so."""
+
+    def __init__(self, how: str = "torch") -> None:
+        self.how = how
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        rank = torch.distributed.get_rank() if self.how == "torch" else int(os.environ["RANK"])
+        return iter([torch.tensor(float(10 * rank + i)) for i in range((3, 5)[rank])])
+
+
+class Same(IterableDataset[torch.Tensor]):
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        for i in range(8):
+            yield torch.tensor(float(i)) + random.randrange(0, 1)
+
+
+class Validated(Scalar):
+    seen: list[float]
+
+    def validation_step(self, batch: torch.Tensor, batch_idx: int) -> None:
+        self.seen.append(batch.item())
+        self.log("seen", 1.0, reduce_fx="sum")
+
+
+@on_two_ranks
+@pytest.mark.parametrize("how", ["torch", "environ"])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_stream_that_asks_for_its_rank_is_not_divided_again(how: str, workers: int) -> None:
+    rank = int(os.environ["RANK"])
+    module = Validated()
+    module.seen = []
+
+    def loader() -> Any:
+        # Workers that each walk the whole of the rank's part.
+        return DataLoader(AsksForItsRank(how), batch_size=1, num_workers=workers)
+
+    trainer = quiet_trainer(strategy="ddp", max_epochs=2, num_sanity_val_steps=0)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(module, loader(), loader())
+    own = [10.0 * rank + i for i in range((3, 5)[rank])]
+    assert [batch.item() for batch in module.batches] == 2 * own[:3]
+    assert module.seen == 2 * own
+    assert trainer.callback_metrics["seen"].item() == 8.0
+    assert trainer.global_step == 6
+    uneven = [str(w.message) for w in caught if "stop at the shortest" in str(w.message)]
+    assert len(uneven) == (2 if rank == 0 else 0)  # in each epoch
+
+
+@on_two_ranks
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_stream_that_all_ranks_share_is_divided(workers: int) -> None:
+    rank = int(os.environ["RANK"])
+    module = Scalar()
+    quiet_trainer(strategy="ddp", max_epochs=1).fit(module, DataLoader(Same(), batch_size=2, num_workers=workers))
+    assert [batch.tolist() for batch in module.batches] == [[0.0 + rank, 2.0 + rank], [4.0 + rank, 6.0 + rank]]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_resume_knows_again_that_a_stream_is_the_ranks_own(workers: int) -> None:
+    def data() -> TrainData:
+        loader = DataLoader(Stream(9), 2, num_workers=workers)
+        return TrainData(loader, rank=1, world_size=2, seed=0, differs=lambda digest: True)
+
+    first = data()
+    batches = iter(first)
+    assert [next(batches).tolist() for _ in range(2)] == [[0, 1], [2, 3]]
+    first.consumed(2)
+    second = data()
+    second.load_state_dict(first.state_dict())
+    second.begin_epoch(0)
+    assert [batch.tolist() for batch in second] == [[4, 5], [6, 7], [8]]
+    assert [batch.tolist() for batch in second] == [[4, 5], [6, 7], [8]]
+
+
+def test_what_tells_streams_apart() -> None:
+    def element(x: float) -> dict[str, Any]:
+        return {"a": torch.tensor([x], dtype=torch.bfloat16), "b": (np.arange(3), "text", {"x", "y"}), "c": None}
+
+    assert digest([element(1.0)]) == digest([element(1.0)]) is not None
+    assert len({digest([element(1.0)]), digest([element(2.0)]), digest([]), digest([1]), digest([[1]])}) == 5
+    assert digest([lambda: None]) is None  # cannot be pickled

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+import re
+import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -479,3 +482,110 @@ def test_the_users_own_exception_leaves_fit_and_the_trainer_can_be_used_again() 
     trainer.fit(module, repeated([1.0] * 5, 1))
     assert trainer.global_step == 5
     assert not trainer.interrupted
+
+
+class Estimating(Scalar):
+    """Keeps what configure_optimizers and each step see of the number of steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[int | float] = []
+        self.later: set[int | float] = set()
+
+    def configure_optimizers(self) -> Any:
+        self.seen.append(self.trainer.estimated_stepping_batches)
+        return super().configure_optimizers()
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        self.later.add(self.trainer.estimated_stepping_batches)
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize(
+    ("saved_after", "limits", "steps"),
+    [
+        # 32 samples in batches of 2 are 16 steps an epoch; the rest goes on in batches of 1.
+        (32, {"max_epochs": 3}, 32 + 32),
+        (32, {"max_epochs": 3, "max_steps": 50}, 50),
+        (32, {"max_epochs": 3, "max_steps": 70}, 32 + 32),
+        (24, {"max_epochs": 3}, 24 + 16 + 32),
+        # 16 batches are left, then 32, three to a step.
+        (24, {"max_epochs": 3, "accumulate_grad_batches": 3}, 24 + 6 + 11),
+        (24, {"max_epochs": 2, "accumulate_grad_batches": 3}, 24 + 6),
+    ],
+)
+def test_the_estimate_of_a_resume_is_what_was_done_and_what_is_left(
+    tmp_path: Path, saved_after: int, limits: dict[str, Any], steps: int
+) -> None:
+    values = torch.arange(32.0)
+    first = quiet_trainer(strategy="single", max_steps=saved_after)
+    first.fit(Scalar(0.01), DataLoader(values, batch_size=2))
+    first.save_checkpoint(tmp_path / "saved")
+    module = Estimating()
+    trainer = quiet_trainer(strategy="single", **limits)
+    trainer.fit(module, DataLoader(values, batch_size=1), ckpt_path=tmp_path / "saved")
+    assert trainer.global_step == steps
+    assert module.seen == [steps]
+    assert module.later == {steps}
+    assert trainer.estimated_stepping_batches == steps
+
+
+def test_the_estimate_of_a_second_fit_counts_the_first() -> None:
+    module = Estimating()
+    trainer = quiet_trainer(strategy="single", max_epochs=1)
+    trainer.fit(module, repeated([1.0] * 4, 1))
+    trainer.max_epochs = 3
+    trainer.fit(module, repeated([1.0] * 8, 1))
+    assert trainer.global_step == 4 + 8 + 8
+    assert module.seen == [4]
+    assert module.later == {4, 20}
+
+
+def told(**arguments: Any) -> list[str]:
+    """The warnings of one fit on 4 batches an epoch, with validation, about what cannot be."""
+    trainer = quiet_trainer(strategy="single", num_sanity_val_steps=0, **arguments)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(Scalar(), repeated([1.0] * 4, 1), repeated([1.0], 1))
+    return [str(w.message) for w in caught if "accumulate" in str(w.message) or "no validation" in str(w.message)]
+
+
+def test_a_window_longer_than_the_epoch_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", logger="acclight"):
+        (warning,) = told(max_epochs=3, accumulate_grad_batches=16)
+    assert warning == (
+        "accumulate_grad_batches=16, but an epoch has 4 batches: each epoch makes one step, over the 4 that it holds"
+    )
+    assert "effective batch 1 x 1 x 4 = 4" in caplog.text
+    assert told(max_epochs=3, accumulate_grad_batches=4) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (
+            {"max_epochs": 3, "val_check_interval": 13},
+            "val_check_interval=13 put the first after step 13, .* ends at step 12",
+        ),
+        (
+            {"max_steps": 3, "val_check_interval": 4},
+            "val_check_interval=4 put the first after step 4, .* ends at step 3",
+        ),
+        ({"max_epochs": 3, "val_check_interval": 12}, None),
+        ({"max_epochs": 3, "check_val_every_n_epoch": 4}, "check_val_every_n_epoch=4 put the first into epoch 3, .*=3"),
+        ({"max_epochs": 3, "check_val_every_n_epoch": 3}, None),
+        (
+            {"max_steps": 3},
+            "val_check_interval=1.0 and check_val_every_n_epoch=1 put the first after step 4, .* step 3",
+        ),
+        ({"max_steps": 4}, None),
+        ({"max_steps": 5, "check_val_every_n_epoch": 2}, "put the first after step 8, but training ends at step 5"),
+        ({"max_steps": 5, "check_val_every_n_epoch": 2, "val_check_interval": 0.5}, "after step 6, .* at step 5"),
+        ({"max_steps": 6, "check_val_every_n_epoch": 2, "val_check_interval": 0.5}, None),
+        ({"max_steps": 3, "limit_val_batches": 0}, None),
+    ],
+)
+def test_validations_that_never_run_are_warned_of(arguments: dict[str, Any], reason: str | None) -> None:
+    warned = told(**arguments)
+    assert len(warned) == (reason is not None)
+    assert reason is None or re.search(reason, warned[0])

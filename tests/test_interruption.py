@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from acclight import Callback, Trainer, TrainModule
+from acclight.callbacks import EarlyStopping, ModelCheckpoint
 from acclight.checkpoint import CheckpointError, ranks
 from acclight.loggers import CSVLogger
 from acclight.loops.interruption import Agreement
@@ -477,3 +480,165 @@ def slow_down() -> None:
         asked += 1
     assert asked <= 16
     dist.barrier()
+
+
+class Died(BaseException):
+    """Stands for the end of the process: nothing of acclight catches it, and nothing is saved after it."""
+
+
+class DiesAtCheckpoint(Callback):
+    """Ends the run right after the checkpoint of one step is committed, and notes which hooks were reached."""
+
+    def __init__(self, step: int | None = None) -> None:
+        self.step = step
+        self.lines: list[str] = []
+
+    def on_checkpoint(self, trainer: Trainer, module: TrainModule, checkpoint: Path) -> None:
+        if trainer.global_step == self.step:
+            raise Died
+
+    def note(self, hook: str, trainer: Trainer) -> None:
+        self.lines.append(f"{hook} {trainer.global_step}")
+
+    def on_validation_end(self, trainer: Trainer, module: TrainModule) -> None:
+        self.note("validated", trainer)
+
+    def on_train_epoch_end(self, trainer: Trainer, module: TrainModule) -> None:
+        self.note("epoch end", trainer)
+
+    def on_train_end(self, trainer: Trainer, module: TrainModule) -> None:
+        self.note("train end", trainer)
+
+
+class Watched(Scalar):
+    """Scalar with one scheduler that watches a metric, and one that counts epochs."""
+
+    def __init__(self, monitor: str = "val_loss") -> None:
+        super().__init__()
+        self.monitor = monitor
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        loss = self.loss(batch)
+        self.log("loss", loss, on_step=False, on_epoch=True)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.5)
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
+        epochs = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+        return [optimizer], [{"scheduler": plateau, "monitor": self.monitor}, epochs]
+
+
+VALUES = [1.0, 2.0, 3.0, 4.0]
+
+
+def plain_watched() -> tuple[float, float, float]:
+    """Weight, rate and last validation loss of Watched on three epochs of VALUES, validated on 0 after each."""
+    w = torch.zeros(1, requires_grad=True)
+    optimizer = torch.optim.SGD([w], lr=0.5)
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
+    epochs = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    for _ in range(3):
+        for value in VALUES:
+            optimizer.zero_grad()
+            ((w - value) ** 2 / 2).mean().backward()
+            optimizer.step()
+        loss = (w.detach() ** 2 / 2).item()
+        plateau.step(loss)
+        epochs.step()
+    return w.item(), optimizer.param_groups[0]["lr"], loss
+
+
+def watched_fit(
+    folder: Path,
+    step: int | None = None,
+    module: Watched | None = None,
+    more: Sequence[Callback] = (),
+    **arguments: Any,
+) -> tuple[list[str], Trainer]:
+    """One fit, which ends itself at a step's checkpoint; where it came and its Trainer."""
+    notes = DiesAtCheckpoint(step)
+    checkpoints = ModelCheckpoint(folder, every_n_train_steps=4, save_top_k=-1)
+    limits = {"max_steps": 12, "val_check_interval": 4, "num_sanity_val_steps": 0, **arguments}
+    trainer = quiet_trainer(strategy="single", callbacks=[notes, *more, checkpoints], **limits)
+    with contextlib.suppress(Died):
+        trainer.fit(module or Watched(), repeated(VALUES, 1), repeated([0.0], 1), ckpt_path="auto")
+    return notes.lines, trainer
+
+
+@pytest.mark.parametrize("interval", [4, 1.0])
+@pytest.mark.parametrize("step", [4, 12])
+def test_what_belongs_after_a_checkpointed_step_comes_first_after_a_resume(
+    tmp_path: Path, interval: int | float, step: int
+) -> None:
+    steps = [4, 8, 12]
+    expected = [f"{what} {step}" for step in steps for what in ("validated", "epoch end")] + ["train end 12"]
+    before, _ = watched_fit(tmp_path, step, val_check_interval=interval)
+    assert before == expected[: 2 * steps.index(step)]
+    module = Watched()
+    after, trainer = watched_fit(tmp_path, module=module, val_check_interval=interval)
+    assert before + after == expected
+    weight, rate, loss = plain_watched()
+    assert module.w.item() == pytest.approx(weight, rel=1e-6)
+    assert trainer.optimizers[0].param_groups[0]["lr"] == rate
+    assert trainer.callback_metrics["val_loss"].item() == pytest.approx(loss, rel=1e-6)
+
+
+def test_an_epoch_that_was_trained_before_the_resume_has_no_training_metrics_and_that_is_no_error(
+    tmp_path: Path,
+) -> None:
+    more = [EarlyStopping("loss", patience=9), ModelCheckpoint(tmp_path / "best", monitor="loss")]
+    watched_fit(tmp_path / "all", 4, Watched("loss"), more)
+    lines, trainer = watched_fit(tmp_path / "all", None, Watched("loss"), more)
+    assert lines == [
+        "validated 4",
+        "epoch end 4",
+        "validated 8",
+        "epoch end 8",
+        "validated 12",
+        "epoch end 12",
+        "train end 12",
+    ]
+    assert trainer.callback_metrics["loss"].item() > 0
+
+
+def test_a_validation_in_the_middle_of_an_epoch_is_owed_too(tmp_path: Path) -> None:
+    # Validation after steps 2, 4, ... of each epoch; died at step 4 with a fraction, where the epoch goes on.
+    arguments: dict[str, Any] = {"max_steps": -1, "max_epochs": 1, "val_check_interval": 0.5}
+    loader = repeated([*VALUES, *VALUES], 1)
+    for step, expected in ((4, []), (None, ["validated 4", "validated 8", "epoch end 8", "train end 8"])):
+        notes = DiesAtCheckpoint(step)
+        callbacks = [notes, ModelCheckpoint(tmp_path, every_n_train_steps=4, save_top_k=-1)]
+        trainer = quiet_trainer(strategy="single", callbacks=callbacks, num_sanity_val_steps=0, **arguments)
+        with contextlib.suppress(Died):
+            trainer.fit(Scalar(), loader, repeated([0.0], 1), ckpt_path="auto")
+        assert notes.lines == expected
+
+
+def test_a_checkpoint_of_a_validations_last_hook_does_not_validate_again(tmp_path: Path) -> None:
+    class Saving(Callback):
+        def on_validation_end(self, trainer: Trainer, module: TrainModule) -> None:
+            if not trainer.sanity_checking and trainer.global_step == 4:
+                trainer.save_checkpoint(tmp_path / "inside")
+                raise Died
+
+    arguments: dict[str, Any] = {"strategy": "single", "max_steps": 6, "val_check_interval": 4}
+    with pytest.raises(Died):
+        quiet_trainer(callbacks=Saving(), **arguments).fit(Watched(), repeated(VALUES, 1), repeated([0.0], 1))
+    notes = DiesAtCheckpoint()
+    trainer = quiet_trainer(callbacks=notes, **arguments)
+    trainer.fit(Watched(), repeated(VALUES, 1), repeated([0.0], 1), ckpt_path=tmp_path / "inside")
+    assert notes.lines == ["epoch end 4", "epoch end 6", "train end 6"]
+
+
+def test_a_run_that_is_through_owes_nothing(tmp_path: Path) -> None:
+    arguments: dict[str, Any] = {"strategy": "single", "max_steps": 6, "val_check_interval": 4}
+    trainer = quiet_trainer(**arguments)
+    trainer.fit(Watched(), repeated(VALUES, 1), repeated([0.0], 1))
+    trainer.save_checkpoint(tmp_path / "end")
+    notes = DiesAtCheckpoint()
+    quiet_trainer(callbacks=notes, **arguments).fit(
+        Watched(), repeated(VALUES, 1), repeated([0.0], 1), ckpt_path=tmp_path / "end"
+    )
+    trainer.fit(trainer.module, repeated(VALUES, 1), repeated([0.0], 1))
+    assert notes.lines == []

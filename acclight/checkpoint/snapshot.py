@@ -117,7 +117,6 @@ def restore(trainer: Trainer, reader: Reader) -> None:
     for config, state in zip(trainer.lr_scheduler_configs, reader.schedulers, strict=True):
         config.scheduler.load_state_dict(state)
     strategy.load_scaler_state(document["scaler"])
-    trainer.progress.load_state_dict(document["progress"])
     for callback in trainer.callbacks:
         if callback.state_key in document["callbacks"]:
             callback.load_state_dict(document["callbacks"][callback.state_key])
@@ -126,8 +125,7 @@ def restore(trainer: Trainer, reader: Reader) -> None:
             logger.load_state_dict(document["loggers"][logger.state_key])
     if trainer.datamodule is not None:
         trainer.datamodule.load_state_dict(document["datamodule"])
-    if trainer.data is not None:
-        trainer.data.load_state_dict(reader.data)
+    restore_position(trainer, reader)
     if trainer.world_size > document["world_size"]:
         # Rank 0, which alone warns, has a state of its own.
         warn(
@@ -137,6 +135,15 @@ def restore(trainer: Trainer, reader: Reader) -> None:
     state = reader.rng(trainer.global_rank)
     if state is not None:
         set_random_state(state)
+
+
+def restore_position(trainer: Trainer, reader: Reader) -> None:
+    """Goes to the step, the epoch and the place in the data where a checkpoint was written, unless it holds weights only."""
+    if reader.trainer.get("weights_only"):
+        return
+    trainer.progress.load_state_dict(reader.trainer["progress"])
+    if trainer.data is not None:
+        trainer.data.load_state_dict(reader.data)
 
 
 def find(trainer: Trainer, ckpt_path: str | Path | None) -> Reader | None:

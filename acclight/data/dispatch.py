@@ -6,7 +6,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from itertools import islice, repeat
 from typing import Any
 
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader
 
 from acclight.data.loader import Dealt, Reader, reading_copy
 from acclight.data.stream import StreamReader
@@ -20,15 +20,15 @@ Round = list[tuple[Any, Dealt] | None]
 _END = object()
 
 
-def dispatches(asked: bool | None, loader: object, *, world_size: int, declared: bool, own_share: bool) -> bool:
+def dispatches(asked: bool | None, loader: object, world_size: int, *, declared: bool) -> bool:
     """Whether rank 0 reads for all ranks.
 
     Args:
-        asked: `dispatch_batches`: None for iterable datasets that the ranks share.
+        asked: `dispatch_batches`. Not unless asked for: from a stream that picks its own part on each rank, rank 0 would give
+            out its own part alone.
         loader: The user's.
         world_size: Number of ranks.
         declared: The loader says that it gives this rank its own share already.
-        own_share: The ranks were given different data.
 
     Raises:
         ValueError: It was asked for, and cannot be.
@@ -43,10 +43,7 @@ def dispatches(asked: bool | None, loader: object, *, world_size: int, declared:
             "dispatch_batches=True, but the loader divides itself among the ranks, so that rank 0 has its own share only: give a "
             "sampler or dataset that is not distributed, or dispatch_batches=None"
         )
-    if asked is None:
-        stream = isinstance(loader, DataLoader) and isinstance(loader.dataset, IterableDataset)
-        asked = stream and not declared and not own_share
-    return asked and world_size > 1
+    return bool(asked) and world_size > 1
 
 
 class DispatchReader:

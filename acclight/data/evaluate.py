@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from acclight.data.deal import EvalDeal
 from acclight.data.dispatch import DispatchReader, RanksSource, RoundSource, Scatter, StreamSource, dispatches
 from acclight.data.indexed import IndexedReader
-from acclight.data.loader import Limit, Reader, check_limit, checked, limited, samples_of
+from acclight.data.loader import Differs, Limit, Reader, check_limit, checked, limited, samples_of
 from acclight.data.order import EpochOrder
 from acclight.data.stream import PlainReader, StreamReader
 from acclight.data.train import split
@@ -21,9 +21,9 @@ class EvalData:
 
     The batches are those that one process alone would make, and batch k goes to rank k % world_size: no sample is
     repeated, so near the end some ranks have one batch fewer, or a shorter one. That also holds for a stream
-    (IterableDataset), where the number of batches is not known. A loader that divides itself among the ranks and a
-    plain iterable of batches are used as they are: each rank evaluates what it is given. A shuffled loader has the same
-    order each time.
+    (IterableDataset), where the number of batches is not known. A loader that divides itself among the ranks (how a
+    stream shows that, `TrainData` says) and a plain iterable of batches are used as they are: each rank evaluates what
+    it is given. A shuffled loader has the same order each time.
 
     Args:
         loader: A DataLoader, or an iterable of batches.
@@ -35,8 +35,10 @@ class EvalData:
         split_batches: Whether the loader's batch size is that of all ranks together.
         own_share: Whether the ranks were given different data (their `rank_identity` differs), so that each reads the
             whole of its own.
-        dispatch_batches: Whether rank 0 reads for all; None for streams that the ranks share.
+        dispatch_batches: Whether rank 0 reads for all.
         scatter: How rank 0 sends; without it each rank reads for itself.
+        differs: Whether a digest differs between the ranks; with it, they compare the first elements of a stream when it
+            is read for the first time.
 
     Raises:
         TypeError: Several loaders, or nothing that can be iterated over.
@@ -56,19 +58,21 @@ class EvalData:
         own_share: bool = False,
         dispatch_batches: bool | None = None,
         scatter: Scatter | None = None,
+        differs: Differs | None = None,
     ) -> None:
         self._loader, declared = checked(loader, rank, world_size)
-        dispatched = scatter is not None and dispatches(
-            dispatch_batches, loader, world_size=world_size, declared=declared, own_share=own_share
-        )
+        dispatched = scatter is not None and dispatches(dispatch_batches, loader, world_size, declared=declared)
+        if dispatched:
+            differs = None
         self._options: dict[str, Any] = {
             "rank": rank, "world_size": world_size, "limit": limit, "limit_name": limit_name, "split_batches": split_batches,
-            "own_share": own_share, "dispatch_batches": dispatch_batches, "scatter": scatter,
+            "own_share": own_share, "dispatch_batches": dispatch_batches, "scatter": scatter, "differs": differs,
         }  # fmt: skip
         self._own = declared or (own_share and not dispatched)
         check_limit(limit, limit_name)
         self._limit_name = limit_name
         self._limit = limit
+        self._differs = differs
         self._first: int | None = None
         self._world = world_size
         self._given: list[Any] = []
@@ -80,7 +84,9 @@ class EvalData:
         if not isinstance(parts, DataLoader):
             self._reader = PlainReader(parts, world_size=world_size)
         elif isinstance(parts.dataset, IterableDataset):
-            self._reader = StreamReader(parts, rank=rank, world_size=world_size, own=self._own, whole_batches=True)
+            self._reader = StreamReader(
+                parts, rank=rank, world_size=world_size, own=self._own, differs=differs, whole_batches=True
+            )
             if dispatched and rank == 0:
                 source = StreamSource(parts, world_size=world_size, whole_batches=True)
         else:

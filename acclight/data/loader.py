@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import json
-from collections.abc import Iterable, Iterator, Mapping
+import pickle
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -14,6 +17,10 @@ from acclight.data.draws import derive_seed
 
 Limit = int | float
 """A number of batches (int), or a fraction of them (float; 1.0 is all)."""
+
+
+Differs = Callable[[str | None], bool]
+"""Whether the ranks' digests of their streams differ; None is a stream without one. A collective."""
 
 
 class Dealt(NamedTuple):
@@ -117,6 +124,36 @@ def rank_identity(loader: object) -> dict[str, str]:
     if isinstance(dataset, IterableDataset):
         attributes.update(vars(dataset))
     return {name: _short_text(value) for name, value in attributes.items()}
+
+
+def digest(elements: list[Any]) -> str | None:
+    """A short text that is the same for equal elements, in any process; None where an element cannot be told from others."""
+    seen = hashlib.blake2b(digest_size=16)
+    try:
+        for part in elements:
+            _add_to(seen, part)
+    except Exception:  # whatever an object raises that cannot be pickled
+        return None
+    return seen.hexdigest()
+
+
+def _add_to(seen: Any, part: Any) -> None:
+    if isinstance(part, torch.Tensor):
+        part = part.detach().cpu()
+        seen.update(f"{part.dtype} {tuple(part.shape)}".encode())
+        seen.update(part.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    elif isinstance(part, np.ndarray) and not part.dtype.hasobject:
+        seen.update(f"{part.dtype} {part.shape}".encode() + part.tobytes())
+    elif isinstance(part, Mapping):
+        _add_to(seen, list(part.items()))
+    elif isinstance(part, (list, tuple)):
+        seen.update(f"{len(part)} of".encode())
+        for inner in part:
+            _add_to(seen, inner)
+    elif isinstance(part, (set, frozenset)):
+        _add_to(seen, sorted(map(repr, part)))
+    else:
+        seen.update(pickle.dumps(part))
 
 
 def _short_text(value: Any) -> str:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
+import torch
 import torch.utils.data._utils.worker as torch_worker
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
 from acclight.data.draws import OwnDraws, derive_seed
-from acclight.data.loader import Dealt, reading_copy, size_of
+from acclight.data.loader import Dealt, Differs, digest, reading_copy, size_of
 from acclight.data.workers import StreamWorkerInfo, seed_each_batch
+
+LOOKED_AT = 8
+"""So many first elements tell whether the ranks walk the same stream."""
 
 
 class _StreamStart:
@@ -43,22 +47,34 @@ class SharedStream(IterableDataset[Any]):
     Args:
         dataset: The user's.
         rank: This process.
-        world_size: Ranks to divide among; 1 when the dataset divides itself among the ranks.
+        world_size: Number of processes.
+        own: Whether the dataset divides itself among the ranks, so that all of it is this rank's; None where that shows
+            in its first elements, once `settle` is set.
         batch_size: Samples of this rank's batches.
         run: Elements in a row for one rank.
     """
 
-    def __init__(self, dataset: Dataset[Any], *, rank: int, world_size: int, batch_size: int, run: int) -> None:
+    def __init__(
+        self, dataset: Dataset[Any], *, rank: int, world_size: int, own: bool | None, batch_size: int, run: int
+    ) -> None:
         self.dataset = dataset
+        self.own = own
         self._rank, self._world, self._batch_size, self._run = rank, world_size, batch_size, run
         self.seed = 0
         self.start = 0
         """Elements over all ranks that were used before."""
+        self.settle: Callable[[list[Any]], None] | None = None
+        """In the main process, where `own` is None: takes the first elements and sets it."""
 
     @property
     def rounds_before(self) -> int:
         """Batches of this rank that were used before."""
         return self.start // (self._batch_size * self._world)
+
+    def first(self) -> list[Any]:
+        """The first elements, as a walk from the start gives them."""
+        with OwnDraws(self.seed):
+            return list(islice(self.dataset, LOOKED_AT))  # type: ignore[call-overload]  # as below
 
     def __iter__(self) -> Iterator[Any]:
         worker: Any = get_worker_info()
@@ -72,26 +88,51 @@ class SharedStream(IterableDataset[Any]):
             yield from batch
 
     def _mine(self, worker: StreamWorkerInfo | None, draws: OwnDraws) -> Iterator[Any]:
-        skip = self.start
         place, workers = (worker.place, worker.number) if worker else (0, 1)
         elements: Iterable[Any] = self.dataset  # type: ignore[assignment]  # torch's Dataset does not declare __iter__
+        if self.settle is not None:
+            # Not opened twice: the dataset may hold what can be read but once.
+            elements, ahead = iter(elements), []
+            for element in islice(elements, LOOKED_AT):
+                draws.forget_pair()
+                ahead.append(element)
+            self.settle(ahead)
+            elements = chain(ahead, elements)
+        rank, world = (0, 1) if self.own else (self._rank, self._world)
+        skip = self.start * world // self._world
         for index, element in enumerate(elements):
             draws.forget_pair()
             if index == 0 and worker and worker.asked_for_number:
                 # Its own part: as much of it was used as this worker gave batches; no other worker walks it.
-                skip = -(-max(self.rounds_before - worker.id, 0) // worker.number) * self._batch_size * self._world
+                skip = -(-max(self.rounds_before - worker.id, 0) // worker.number) * self._batch_size * world
                 place, workers = 0, 1
                 draws.reseed(derive_seed(self.seed, worker.id))
             if index < skip:
                 continue
             turn, offset = divmod(index - skip, self._run)
-            mine = turn // self._world * self._run + offset  # its place among this rank's
-            if turn % self._world == self._rank and mine // self._batch_size % workers == place:
+            mine = turn // world * self._run + offset  # its place among this rank's
+            if turn % world == rank and mine // self._batch_size % workers == place:
                 yield element
+
+
+class _Beginning(IterableDataset[Any]):
+    """In a worker of its own: what tells a stream from another rank's, see `digest`."""
+
+    rounds_before = 0
+
+    def __init__(self, stream: SharedStream) -> None:
+        self.stream, self.dataset = stream, stream.dataset
+
+    def __iter__(self) -> Iterator[Any]:
+        yield [digest(self.stream.first())]
 
 
 class StreamReader:
     """Reads a DataLoader over an IterableDataset for one rank; see `SharedStream` for what goes where.
+
+    A dataset may ask for its rank and give this rank its own share without saying so anywhere. Then the ranks' first
+    elements differ; when a stream is read for the first time, the ranks compare them. In the main process they are those
+    that training then reads; for worker processes, one worker more opens the stream, gives a digest and ends.
 
     Used samples are counted as full batches, as nothing here sees how many a batch holds. Workers start anew for each
     epoch, as kept ones would not learn of the epoch.
@@ -100,17 +141,28 @@ class StreamReader:
         loader: The user's; it is not changed.
         rank: This process.
         world_size: Number of processes.
-        own: Whether the dataset gives this rank its own share already.
+        own: Whether the dataset says that it gives this rank its own share already.
+        differs: Whether a value differs between the ranks, which all have to ask; None leaves the streams unlooked at.
         whole_batches: Whether batches are those of one process alone, dealt out in turn; else single elements are.
     """
 
-    def __init__(self, loader: DataLoader[Any], *, rank: int, world_size: int, own: bool, whole_batches: bool) -> None:
+    def __init__(
+        self,
+        loader: DataLoader[Any],
+        *,
+        rank: int,
+        world_size: int,
+        own: bool,
+        differs: Differs | None = None,
+        whole_batches: bool,
+    ) -> None:
         batch_size = loader.batch_size or 1
-        self._share = world_size if own else 1
+        asks = differs is not None and world_size > 1 and not own
         self._stream = SharedStream(
             loader.dataset,
-            rank=0 if own else rank,
-            world_size=1 if own else world_size,
+            rank=rank,
+            world_size=world_size,
+            own=None if asks else own,
             batch_size=batch_size,
             run=batch_size if whole_batches else 1,
         )
@@ -118,7 +170,7 @@ class StreamReader:
         self._start = _StreamStart(loader.worker_init_fn)
         self._collate = loader.collate_fn
         self._round = Dealt(None, batch_size * world_size)
-        self._rank, self._own = rank, own
+        self._rank, self._own, self._differs = rank, own, differs
         self._worker_seed = 0
 
     def begin(self, seed: int, epoch: int) -> None:
@@ -137,7 +189,11 @@ class StreamReader:
     def read(self, start: int, at_most: int | None) -> Iterator[tuple[Any, Dealt]]:
         """See `Reader`. What was used before is walked over, not collated."""
         self.close()
-        self._stream.start = start // self._share
+        self._stream.start = start
+        if self._stream.own is None and self._loader.num_workers > 0:
+            self._settle(self._digest_of_a_worker())
+        elif self._stream.own is None:
+            self._stream.settle = lambda elements: self._settle(digest(elements))
         seed_each_batch(
             self._loader,
             seed=self._worker_seed,
@@ -147,6 +203,22 @@ class StreamReader:
         )
         for batch in islice(self._loader, at_most):
             yield batch, self._round
+
+    def _settle(self, own: str | None) -> None:
+        assert self._differs is not None
+        self._stream.own, self._stream.settle = self._differs(own), None
+
+    def _digest_of_a_worker(self) -> str | None:
+        looking = DataLoader(
+            _Beginning(self._stream),
+            batch_size=None,
+            num_workers=1,
+            worker_init_fn=self._start,
+            multiprocessing_context=self._loader.multiprocessing_context,
+            generator=torch.Generator(),
+        )
+        found: str | None = next(iter(looking))[0]
+        return found
 
     def close(self) -> None:
         """See `Reader`."""

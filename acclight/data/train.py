@@ -14,6 +14,7 @@ from acclight.data.dispatch import DispatchReader, RanksSource, RoundSource, Sca
 from acclight.data.indexed import IndexedReader
 from acclight.data.loader import (
     Dealt,
+    Differs,
     Limit,
     Reader,
     check_limit,
@@ -41,9 +42,11 @@ class TrainData:
     to the loader or a sampler is set by (seed, epoch) for the draw, then put back.
 
     IterableDataset in a DataLoader: element k goes to rank k % world_size (`SharedStream` says more), unless the
-    dataset says that it divides itself, with attributes `rank` and `num_replicas` (or `world_size`). Anything else that
-    can be iterated over: every rank trains on all the batches that it was given. Their number of batches may differ
-    between ranks.
+    dataset divides itself: it says so with attributes `rank` and `num_replicas` (or `world_size`), or the ranks' first
+    elements differ, as in one that asks for its rank in `__iter__`. So a stream that all ranks share has to give them
+    the same elements: what is random in it has to come from Python's, NumPy's or torch's global generators. Anything
+    else that can be iterated over: every rank trains on all the batches that it was given. Their number of batches may
+    differ between ranks.
 
     Worker processes are seeded by (seed, epoch, rank), and making an iterator leaves the global random state alone.
 
@@ -57,8 +60,10 @@ class TrainData:
         even_batches: Whether the end of an epoch is filled up, to a multiple of world_size, with its first samples.
         own_share: Whether the ranks were given different data (their `rank_identity` differs), so that each reads the
             whole of its own.
-        dispatch_batches: Whether rank 0 reads for all; None for streams that the ranks share.
+        dispatch_batches: Whether rank 0 reads for all.
         scatter: How rank 0 sends; without it each rank reads for itself.
+        differs: Whether a digest differs between the ranks; with it, they compare the first elements of a stream when it
+            is read for the first time.
 
     Raises:
         TypeError: Several loaders, or nothing that can be iterated over.
@@ -79,11 +84,12 @@ class TrainData:
         own_share: bool = False,
         dispatch_batches: bool | None = None,
         scatter: Scatter | None = None,
+        differs: Differs | None = None,
     ) -> None:
         self._loader, declared = checked(loader, rank, world_size)
-        dispatched = scatter is not None and dispatches(
-            dispatch_batches, loader, world_size=world_size, declared=declared, own_share=own_share
-        )
+        dispatched = scatter is not None and dispatches(dispatch_batches, loader, world_size, declared=declared)
+        if dispatched:
+            differs = None
         own_share = own_share and not dispatched
         self._own_share = own_share
         self._own = declared or own_share
@@ -107,7 +113,9 @@ class TrainData:
         if not isinstance(parts, DataLoader):
             self._reader = PlainReader(parts, world_size=world_size)
         elif isinstance(parts.dataset, IterableDataset):
-            self._reader = StreamReader(parts, rank=rank, world_size=world_size, own=self._own, whole_batches=False)
+            self._reader = StreamReader(
+                parts, rank=rank, world_size=world_size, own=self._own, differs=differs, whole_batches=False
+            )
             if dispatched and rank == 0:
                 source = StreamSource(parts, world_size=world_size, whole_batches=False)
         else:

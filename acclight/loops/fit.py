@@ -43,6 +43,8 @@ class FitLoop:
         self.data = data
         self.validation = validation
         self.progress = trainer.progress
+        #: Where this fit has begun; its metrics know nothing of the steps before.
+        self.first_step = trainer.progress.global_step
         self.losses = WindowLosses(core, module)
         _, self.step_takes = step_arguments(trainer, "training_step", 1)
         self.may_leave = overrides(module, "on_train_batch_start")
@@ -62,7 +64,8 @@ class FitLoop:
     def run(self) -> None:
         """From where the progress stands to the first limit; a training from the start tries the validation first."""
         trainer, progress = self.trainer, self.progress
-        if reason := self.limit_reached():
+        owed = self.owed()
+        if not owed and (reason := self.limit_reached()):
             info(f"fit has nothing left to do: {reason}")
             return
         with self.watch:
@@ -72,8 +75,9 @@ class FitLoop:
             for call in trainer.hooks.on_train_start:
                 call()
             self.ask_all(now=True)
-            while not self.limit_reached():
-                self.run_epoch()
+            while owed or not self.limit_reached():
+                self.run_epoch(owed=owed)
+                owed = False
                 if not progress.epoch_done:
                     break
                 self.ask_all(now=True)
@@ -122,10 +126,25 @@ class FitLoop:
             return f"max_time={trainer.max_time} has passed"
         return None
 
+    def owed(self) -> bool:
+        """Something that belongs after the last step has not happened: its validation, or the end that max_steps makes.
+
+        A process may die between a checkpoint and what comes after it. That the hooks of the end of training were left out
+        is known only together with such a thing: the newest checkpoint of a run that is through may be older than they are.
+        """
+        at_limit = self.progress.global_step == self.trainer.max_steps
+        if self.progress.global_step == 0 or self.progress.epoch_done or (self.limit_reached() and not at_limit):
+            return False
+        return self.validation.owed() or (at_limit and self.progress.ended_at != self.progress.global_step)
+
     # -- one epoch ----------------------------------------------------------------------------------------------------
 
-    def run_epoch(self) -> None:
-        """One epoch, or the rest of one after a resume."""
+    def run_epoch(self, *, owed: bool = False) -> None:
+        """One epoch, or the rest of one after a resume.
+
+        Args:
+            owed: First comes what was left out after the last step; then perhaps no limit lets more of the epoch be trained.
+        """
         trainer, progress, hooks = self.trainer, self.progress, self.trainer.hooks
         if progress.epoch_done:
             progress.epoch += 1
@@ -135,9 +154,15 @@ class FitLoop:
             call()
         cut_short = False
         empty = self.data.batches_done == 0
+        if owed:
+            if self.validation.owed():
+                self.validation.run()
+                trainer.save_pending()
+            self.ask_all(now=True)
+            cut_short = self.limit_reached() is not None and not self.epoch_exhausted()
         windows = self.windows()
         try:
-            for window in windows:
+            for window in windows if not cut_short else ():
                 empty = False
                 skip = self.run_window(window)
                 trainer.save_pending()
@@ -169,6 +194,10 @@ class FitLoop:
         trainer, progress, hooks = self.trainer, self.progress, self.trainer.hooks
         if whole and self.validation.due_at_epoch_end():
             self.validation.run()
+        if not trainer.steps_of_fit:
+            info(
+                f"epoch {progress.epoch} was trained before the checkpoint: what its batches logged is not shown again"
+            )
         trainer.publish(trainer.metrics.show_epoch_so_far())
         for call in hooks.on_train_epoch_end:
             call()
@@ -176,6 +205,7 @@ class FitLoop:
         if whole:
             step_epoch_schedulers(trainer)
         progress.epoch_done = whole
+        progress.ended_at = progress.global_step
         for call in hooks.on_train_epoch_end_last:
             call()
         trainer.save_pending()

@@ -228,6 +228,9 @@ def _step_plateau(trainer: Trainer, metrics: Mapping[str, torch.Tensor], *, of_t
         assert config.monitor is not None
         if config.monitor in metrics:
             trainer.module.lr_scheduler_step(config.scheduler, metrics[config.monitor])
+        elif not trainer.steps_of_fit:
+            # The end of an epoch that was trained before a resume: a metric of training is not there, and not known.
+            continue
         elif config.strict:
             raise ValueError(
                 f"the scheduler watches {config.monitor!r}, which was not logged; there are {sorted(metrics)}"

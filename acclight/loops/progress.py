@@ -15,7 +15,8 @@ class Progress:
         epoch: The epoch that runs, or that has just ended, from 0.
         epoch_done: Everything of `epoch` has happened: its batches, validation, hooks and schedulers.
         skipped_steps: Steps that fp16 loss scaling skipped.
-        validated_at: The global_step of the newest validation; -1 before the first.
+        validated_at: The global_step of the newest validation that is through; -1 before the first.
+        ended_at: The global_step at which the newest epoch has ended, whole or cut short by a limit; -1 before the first.
     """
 
     global_step: int = 0
@@ -23,6 +24,7 @@ class Progress:
     epoch_done: bool = False
     skipped_steps: int = 0
     validated_at: int = -1
+    ended_at: int = -1
 
     def state_dict(self) -> dict[str, Any]:
         """The counts by name."""
@@ -30,5 +32,6 @@ class Progress:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes them back."""
-        for name in asdict(self):
-            setattr(self, name, state[name])
+        # A checkpoint that does not know of ended_at owes nothing of an end.
+        for name, value in ({"ended_at": state["global_step"]} | state).items():
+            setattr(self, name, value)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
@@ -121,6 +122,7 @@ def _sharing(trainer: Trainer, loader: Any, stage: str) -> dict[str, Any]:
         "own_share": _brings_its_own_share(trainer, loader, stage),
         "dispatch_batches": config.dispatch_batches,
         "scatter": core.scatter_objects,
+        "differs": partial(_streams_differ, trainer, stage),
     }
 
 
@@ -135,3 +137,27 @@ def _brings_its_own_share(trainer: Trainer, loader: Any, stage: str) -> bool:
             f"the {stage} data differs between the ranks (in {differs[0]}): each rank reads its own, none is shared out"
         )
     return bool(differs)
+
+
+def _streams_differ(trainer: Trainer, stage: str, digest: str | None) -> bool:
+    """Each rank's stream begins with other elements: it picks its own part. A collective.
+
+    Args:
+        trainer: Whose ranks are asked.
+        stage: "training", "validation", "test" or "predict".
+        digest: Of this rank's first elements; None where they cannot be compared.
+    """
+    digests = trainer.core.gather_objects(digest)
+    if None in digests:
+        warn(
+            f"the elements of the {stage} stream cannot be compared between the ranks, and it is shared out as if every rank "
+            "gave the same: should it pick its own part by its rank, give the dataset the attributes rank and num_replicas"
+        )
+        return False
+    if len(set(digests)) == 1:
+        return False
+    info(
+        f"the {stage} streams begin differently on the ranks: each rank reads its own, none is shared out. Should they be the "
+        "same stream, draw what is random in them from the global generators"
+    )
+    return True
