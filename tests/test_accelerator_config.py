@@ -322,8 +322,8 @@ def test_dispatched_batches_are_those_that_each_rank_would_read(kind: str, lengt
 
 
 @on_two_ranks
-def test_a_stream_is_dispatched_unless_told_otherwise() -> None:
-    for asked, read_elsewhere in ((None, False), (True, False), (False, True)):
+def test_a_stream_is_dispatched_where_that_is_asked_for() -> None:
+    for asked, read_elsewhere in ((None, True), (True, False), (False, True)):
         stream = Stream(8)
         module, trainer = fitted(DataLoader(stream, batch_size=2), dispatch_batches=asked)
         assert module.trained == ([[0, 2], [4, 6]], [[1, 3], [5, 7]])[trainer.global_rank]

@@ -71,7 +71,7 @@ PROMISES = [
          "accelerator_config::test_it_reaches_accelerate",
          "accelerator_config::test_the_order_follows_data_seed_or_torchs_seed_or_the_global_generator",
          "accelerator_config::test_even_batches_fill_up_training_and_never_evaluation",
-         "accelerator_config::test_a_stream_is_dispatched_unless_told_otherwise",
+         "accelerator_config::test_a_stream_is_dispatched_where_that_is_asked_for",
          "accelerator_config::test_dispatched_batches_are_those_that_each_rank_would_read"),
     ),
     Promise("A-split-batches", ("accelerator_config::test_split_batches_makes_the_batch_size_that_of_all_ranks",)),
