@@ -96,7 +96,10 @@ class TrainModule(ModuleHooks):
         raise NotImplementedError(f"{type(self).__name__} needs configure_optimizers to be fitted")
 
     def count_items(self, batch: Any) -> int | float | Tensor:
-        """How many items `batch` holds (say, labels that are not -100); weights its mean loss in the window. Optional."""
+        """How many items `batch` holds (say, labels that are not -100); weights its mean loss in the window. Optional.
+
+        A batch without items (0) adds nothing, also where its mean is 0/0.
+        """
         raise NotImplementedError
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
