@@ -60,7 +60,7 @@ class TrainModule(ModuleHooks):
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy of the module is not attached to the Trainer, which cannot be copied.
-        return {**self.__dict__, "_trainer": None}
+        return {**self.__dict__, "_trainer": None, "_held": None}
 
     # -- what the user writes ---------------------------------------------------------------------------------------------
 
