@@ -369,9 +369,20 @@ class CallsBackward(Scalar):
         return loss
 
 
-def test_backward_in_training_step_is_explained() -> None:
+def check_explained(strategy: str) -> None:
     with pytest.raises(RuntimeError, match="second time") as failure:
-        quiet_trainer(strategy="single", max_epochs=1).fit(CallsBackward(), repeated([1.0], 1))
-    [note] = failure.value.__notes__
+        quiet_trainer(strategy=strategy, max_epochs=1).fit(CallsBackward(), repeated([1.0, 1.0], 1))
+    # Another rank's error may be told too.
+    note = failure.value.__notes__[0]
     assert "loss.backward()" in note
     assert "self.automatic_optimization = False" in note
+
+
+def test_backward_in_training_step_is_explained() -> None:
+    check_explained("single")
+
+
+@on_two_ranks
+@pytest.mark.parametrize("strategy", DISTRIBUTED)
+def test_backward_in_training_step_is_explained_on_two_ranks(strategy: str) -> None:
+    check_explained(strategy)
