@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
@@ -109,6 +110,18 @@ class _Zeros(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         return tuple(torch.zeros_like(p) for p in ctx.saved_tensors)
+
+
+class Held(NamedTuple):
+    """Whose hands a module is in whose parameters a strategy has changed.
+
+    Attributes:
+        core: The core that has prepared it; not kept alive by the module.
+        make_whole: Gives it plain, whole parameters again. A collective.
+    """
+
+    core: weakref.ref[AcceleratorCore]
+    make_whole: Callable[[], None]
 
 
 class AcceleratorCore:
@@ -269,6 +282,31 @@ class AcceleratorCore:
 
     # -- prepare --------------------------------------------------------------------------------------------------------
 
+    def take(self, module: nn.Module) -> bool:
+        """Makes a module whole that another Trainer, or this one before another module, has sharded; True where that was so.
+
+        Every rank has to call it, before optimizers are made: the module's parameters are new, plain ones then.
+        """
+        held: Held | None = vars(module).get("_held")
+        if held is None or (held.core() is self and self.step_module.module is module):
+            return False
+        held.make_whole()
+        vars(module)["_held"] = None
+        former = held.core()
+        if former is not None and former.step_module.module is module:
+            former.prepared = False
+        return True
+
+    def check_own(self, module: nn.Module) -> None:
+        """Raises RuntimeError when another Trainer has taken the module, so that this one's state is not the module's."""
+        held: Held | None = vars(module).get("_held")
+        given_up = "step_module" in vars(self) and not self.prepared
+        if given_up or (held is not None and held.core() is not self):
+            raise RuntimeError(
+                "another Trainer has prepared this module since, so that this Trainer's optimizers are no longer those of its "
+                "parameters: save with the other Trainer"
+            )
+
     def prepare(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         """Wraps the user's module, anew where an evaluation has wrapped it before, and binds the optimizers to it."""
         if not self.prepared or self.step_module.module is not module:
@@ -286,6 +324,9 @@ class AcceleratorCore:
             self.step_module.__dict__.pop("forward", None)
         self._trainable = [p for p in module.parameters() if p.requires_grad]
         self.prepared = True
+        make_whole = self.strategy.way_back(module)
+        if make_whole is not None:
+            vars(module)["_held"] = Held(weakref.ref(self), make_whole)
 
     def evaluate(self, step: str, *args: Any) -> Any:
         """Runs an evaluation step; through the wrapper only where every rank has to join its forward."""

@@ -60,7 +60,7 @@ class TrainModule(ModuleHooks):
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy of the module is not attached to the Trainer, which cannot be copied.
-        return {**self.__dict__, "_trainer": None}
+        return {**self.__dict__, "_trainer": None, "_held": None}
 
     # -- what the user writes ---------------------------------------------------------------------------------------------
 
@@ -96,7 +96,10 @@ class TrainModule(ModuleHooks):
         raise NotImplementedError(f"{type(self).__name__} needs configure_optimizers to be fitted")
 
     def count_items(self, batch: Any) -> int | float | Tensor:
-        """How many items `batch` holds (say, labels that are not -100); weights its mean loss in the window. Optional."""
+        """How many items `batch` holds (say, labels that are not -100); weights its mean loss in the window. Optional.
+
+        A batch without items (0) adds nothing, also where its mean is 0/0.
+        """
         raise NotImplementedError
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:

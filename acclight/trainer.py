@@ -734,13 +734,15 @@ class Trainer:
             resumed: The checkpoint that is restored afterwards; configure_optimizers sees its step and position already.
         """
         module = self.module
-        fresh = self._prepared is None or self._prepared[0] is not module
+        known = self._prepared is not None and self._prepared[0] is module
+        # Another Trainer may have sharded it since, or this one's shards may have been made whole for another.
+        fresh = self.core.take(module) or not known or not self.core.prepared
         if not fresh and self._prepared is not None and (self._prepared[1] or not training):
             return
         if fresh:
             with self.core.init_context():
                 module.configure_model()
-            self.progress = Counts() if training else self.progress
+            self.progress = Counts() if training and not known else self.progress
         self.optimizers, self.lr_scheduler_configs = [], []
         if resumed is not None:
             snapshot.restore_position(self, resumed)
@@ -838,6 +840,7 @@ class Trainer:
             snapshot.restore_weights(self, reader)
 
     def _save(self, path: Path, weights_only: bool) -> None:
+        self.core.check_own(self.module)
         saved = snapshot.save(self, path, weights_only=weights_only)
         for call in self.hooks.on_checkpoint:
             call(saved)

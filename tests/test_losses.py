@@ -313,6 +313,14 @@ def test_units_of_their_own_get_no_gradient_without_items_under_fsdp2() -> None:
     check_without_items(strategy, "mean", [(4.0, -1.0), (-1.0, 8.0), (-1.0, -1.0), (2.0, -1.0)], 2)
 
 
+def test_a_micro_batch_without_items_skips_no_fp16_step() -> None:
+    trainer = quiet_trainer(strategy="single", max_epochs=1, accumulate_grad_batches=2, precision="16-mixed")
+    trainer.fit(Masked(), one_sample_each([(0.5, -1.0), (-1.0, -1.0), (-1.0, 0.75)]))
+    assert trainer.skipped_steps == 0
+    # Half of the way to 0.5; no items; then half of the way to 0.75.
+    assert float(whole(trainer, "w")) == pytest.approx(0.5, rel=1e-3)
+
+
 def test_fractions_of_an_item_weigh_their_share() -> None:
     class Fractions(Scalar):
         def count_items(self, batch: Tensor) -> Tensor:
@@ -361,9 +369,20 @@ class CallsBackward(Scalar):
         return loss
 
 
-def test_backward_in_training_step_is_explained() -> None:
+def check_explained(strategy: str) -> None:
     with pytest.raises(RuntimeError, match="second time") as failure:
-        quiet_trainer(strategy="single", max_epochs=1).fit(CallsBackward(), repeated([1.0], 1))
-    [note] = failure.value.__notes__
+        quiet_trainer(strategy=strategy, max_epochs=1).fit(CallsBackward(), repeated([1.0, 1.0], 1))
+    # Another rank's error may be told too.
+    note = failure.value.__notes__[0]
     assert "loss.backward()" in note
     assert "self.automatic_optimization = False" in note
+
+
+def test_backward_in_training_step_is_explained() -> None:
+    check_explained("single")
+
+
+@on_two_ranks
+@pytest.mark.parametrize("strategy", DISTRIBUTED)
+def test_backward_in_training_step_is_explained_on_two_ranks(strategy: str) -> None:
+    check_explained(strategy)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,7 +19,7 @@ from acclight.messages import info
 from acclight.strategies import ds_config as settings
 from acclight.strategies.fields import Config, reads_config
 from acclight.strategies.loss_scale import LossScale, divided, engine_state, fill_engine
-from acclight.strategies.strategy import Strategy
+from acclight.strategies.strategy import Strategy, canonical_name, put_whole
 
 if TYPE_CHECKING:
     from acclight.strategies.zero_state import ZeroState
@@ -188,6 +188,8 @@ class DeepSpeedStrategy(Strategy):
             self._release()
         self.step_module = step_module
         self._scaler = None
+        # What an earlier training has left there the engine would add to its first gradients: it clears only its own.
+        step_module.zero_grad()
         if self.stage == 3:
             self._announce_direct_parameters(step_module)
         # Without its own count of backwards the engine exchanges what it has in its step, whenever that is called.
@@ -223,6 +225,30 @@ class DeepSpeedStrategy(Strategy):
         stage = self.wrapped.zero_optimization_stage()
         if stage != self.stage:
             raise RuntimeError(f"strategy {self.name!r} was asked for, but the engine runs ZeRO stage {stage}")
+
+    def way_back(self, module: nn.Module) -> Callable[[], None] | None:
+        engine: Any = self.wrapped
+        if engine is self.step_module:
+            return None
+        state, this = self._state, weakref.ref(self)
+
+        def make_whole() -> None:
+            whole: dict[str, Any] = dict.fromkeys(
+                canonical_name(name) for name, _ in module.named_parameters(remove_duplicate=False)
+            )
+            state.gather_model(module, whole)
+            engine.destroy()
+            for part in module.modules():
+                # Stage 3 has put dictionaries that gather in the place of torch's, and notes of others' parameters.
+                vars(part)["_parameters"] = dict(vars(part)["_parameters"].items())
+                for left in ("_original_parameters", "_external_params", "ds_id"):
+                    vars(part).pop(left, None)
+            put_whole(module, whole)
+            strategy = this()
+            if strategy is not None and getattr(strategy, "wrapped", None) is engine:
+                del strategy.wrapped
+
+        return make_whole
 
     @property
     def _engine(self) -> Any:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib.metadata import version
 from typing import Any
@@ -12,6 +13,9 @@ import torch
 import torch.distributed as dist
 from accelerate.utils import FullyShardedDataParallelPlugin
 from torch import Tensor, nn
+from torch.distributed import _composable_state
+from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -22,7 +26,7 @@ from acclight.strategies import on_cpu
 from acclight.strategies.fields import Config, reads_config
 from acclight.strategies.first_rank import copy_from_first_rank, loaded_by_first_rank
 from acclight.strategies.on_meta import EmptyCreation
-from acclight.strategies.strategy import Strategy, canonical_name
+from acclight.strategies.strategy import Strategy, canonical_name, put_whole
 from acclight.strategies.wrapping import POLICIES, choose_units, only_units
 from acclight.strategies.xla import check_xla, shard
 
@@ -314,6 +318,34 @@ class FSDP2Strategy(Strategy):
                 f"strategy 'fsdp2' was asked for, but {len(whole)} parameters are not sharded (the first is {whole[0]!r})"
             )
 
+    def way_back(self, module: nn.Module) -> Callable[[], None]:
+        wrapped, checkpointing = self.wrapped, self.activation_checkpointing
+        # The module would keep the optimizers alive otherwise.
+        this = weakref.ref(self)
+
+        def make_whole() -> None:
+            _shard_again(wrapped)
+            shards = dict(module.named_parameters(remove_duplicate=False))
+            whole: dict[int, Tensor] = {}
+            for parameter in shards.values():
+                if isinstance(parameter, DTensor) and id(parameter) not in whole:
+                    # On the CPU: the whole model need not fit on every device.
+                    local: Any = parameter.detach().to(parameter.device_mesh.device_type)
+                    whole[id(parameter)] = local.full_tensor().cpu()
+            for part in list(wrapped.modules()):
+                _forget_sharding(part)
+            put_whole(module, {canonical_name(name): whole[id(p)] for name, p in shards.items() if id(p) in whole})
+            if checkpointing:
+                for part in list(module.modules()):
+                    for name, child in list(part.named_children()):
+                        if isinstance(child, CheckpointWrapper):
+                            part.register_module(name, child._checkpoint_wrapped_module)
+            strategy = this()
+            if strategy is not None and getattr(strategy, "wrapped", None) is wrapped:
+                del strategy.wrapped
+
+        return make_whole
+
     def set_gradient_sync(self, sync: bool) -> None:
         self.wrapped.set_requires_gradient_sync(sync)  # type: ignore[operator]
 
@@ -375,11 +407,7 @@ class FSDP2Strategy(Strategy):
         return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
     def settle(self) -> None:
-        # The root is still gathered after a forward without a backward, and the user's module is not the root: no hook helps.
-        for module in self.wrapped.modules():
-            reshard = getattr(module, "reshard", None)
-            if reshard is not None and hasattr(module, "set_requires_gradient_sync"):
-                reshard()
+        _shard_again(self.wrapped)
 
 
 @contextmanager
@@ -395,6 +423,34 @@ def _tensor_parallel_errors(accelerator: Any) -> Iterator[None]:
             f"{version('accelerate')} with transformers {version('transformers')} ({error.msg}): use versions "
             "that fit together, or dp_shard_size and dp_replicate_size alone"
         ) from error
+
+
+def _shard_again(wrapped: nn.Module) -> None:
+    # The root is still gathered after a forward without a backward, and the user's module is not the root: no hook helps.
+    for module in wrapped.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def _forget_sharding(part: nn.Module) -> None:
+    """Takes off one module what `fully_shard` has put on it; torch 2.13 cannot. `tests/test_next_trainer.py` tries it."""
+    for mark in ("_is_fsdp_managed_module", "_fsdp_use_orig_params"):
+        vars(part).pop(mark, None)
+    if not isinstance(part, FSDPModule):
+        return
+    state: Any = part._get_fsdp_state()
+    handles = [state._pre_forward_hook_handle, state._post_forward_hook_handle]
+    for group in state._fsdp_param_groups:
+        handles += group._module_to_pre_save_state_dict_hook_handle.values()
+        handles += group._module_to_pre_load_state_dict_hook_handle.values()
+        handles += [parameter._post_load_hook_handle for parameter in group.fsdp_params]
+    for handle in handles:
+        handle.remove()
+    _composable_state._module_state_mapping.pop(part, None)
+    for key in (STATE_KEY, REGISTRY_KEY):
+        vars(part).pop(key, None)
+    # fully_shard has made a class of two bases: FSDPModule and the module's own.
+    part.__class__ = type(part).__mro__[2]
 
 
 def _read_policy(given: MixedPrecisionPolicy | Mapping[str, Any] | str | None) -> MixedPrecisionPolicy | None:

@@ -25,6 +25,26 @@ def canonical_name(name: str) -> str:
     return name
 
 
+def put_whole(module: nn.Module, whole: Mapping[str, Tensor]) -> None:
+    """Puts new, plain parameters into the places of a module's own; ties stay.
+
+    Args:
+        module: The user's module.
+        whole: Values by canonical name; what is missing stays as it is.
+    """
+    fresh: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
+    for name, parameter in list(module.named_parameters(remove_duplicate=False)):
+        value = whole.get(canonical_name(name))
+        if value is None:
+            continue
+        if id(parameter) not in fresh:
+            # With the old one, so that its id stays its own.
+            new = nn.Parameter(value.detach().to(parameter.dtype), requires_grad=parameter.requires_grad)
+            fresh[id(parameter)] = parameter, new
+        owner, _, attribute = name.rpartition(".")
+        module.get_submodule(owner)._parameters[attribute] = fresh[id(parameter)][1]
+
+
 class Strategy:
     """Base class of all strategies; its methods are right wherever parameters are whole, plain tensors.
 
@@ -149,6 +169,10 @@ class Strategy:
 
     def check_wrapped(self) -> None:
         """Raises RuntimeError when the model is not wrapped as this strategy promises."""
+
+    def way_back(self, module: nn.Module) -> Callable[[], None] | None:
+        """What makes the prepared module plain and whole again, once another Trainer wants it; None where it is so still."""
+        return None
 
     # -- one training step --------------------------------------------------------------------------------------------
 
