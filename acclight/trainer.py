@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
     from accelerate import Accelerator
 
+    from acclight.checkpoint.reader import Reader
     from acclight.data import EvalData, TrainData
     from acclight.datamodule import DataModule
     from acclight.loggers import Logger
@@ -297,7 +298,7 @@ class Trainer:
             self.validation = FitValidation(self, self._eval_loaders("val", val_dataloaders))
             self.eval_data = self.validation.data
             reader = snapshot.find(self, ckpt_path)
-            self._prepare(training=True)
+            self._prepare(training=True, resumed=reader)
             if reader is not None:
                 snapshot.restore(self, reader)
                 self.metrics.forget_training()
@@ -502,12 +503,27 @@ class Trainer:
 
     @property
     def estimated_stepping_batches(self) -> int | float:
-        """Optimizer steps of the whole training; infinite when neither a limit nor the loader says."""
-        epochs = math.inf if self.max_epochs is None or self.max_epochs < 0 else self.max_epochs
-        by_epochs = epochs * self.steps_per_epoch if self.steps_per_epoch else 0
+        """Optimizer steps of the whole training: those done, and those to come before a limit, as the loader is now.
+
+        Infinite when neither a limit nor the loader says. Known in `configure_optimizers`, also of a resume.
+        """
+        begun = self.progress.epoch + self.progress.epoch_done
+        epochs = math.inf if self.max_epochs is None or self.max_epochs < 0 else max(self.max_epochs - begun, 0)
+        # What is left of the epoch that runs, then whole ones; infinitely many of no steps are none.
+        to_come = self.steps_left_in_epoch if epochs else 0
+        if epochs > 1 and self.steps_per_epoch:
+            to_come += (epochs - 1) * self.steps_per_epoch
         by_steps = self.max_steps if self.max_steps >= 0 else math.inf
-        steps = min(by_epochs, by_steps)
+        steps = max(min(self.global_step + to_come, by_steps), self.global_step)
         return steps if math.isinf(steps) else int(steps)
+
+    @property
+    def steps_left_in_epoch(self) -> int | float:
+        """Optimizer steps to the end of the epoch that runs, or of the one that comes; infinite when nobody knows."""
+        if self.data is None or self.progress.epoch_done:
+            return self.steps_per_epoch
+        left = self.data.batches_left
+        return math.inf if left is None else math.ceil(left / self.accumulate_grad_batches)
 
     @property
     def max_time_seconds(self) -> float | None:
@@ -670,8 +686,13 @@ class Trainer:
         finally:
             torch.use_deterministic_algorithms(before[0], warn_only=before[1])
 
-    def _prepare(self, *, training: bool) -> None:
-        """Creates the model's last parts and the optimizers, and wraps them; a module that is wrapped already stays so."""
+    def _prepare(self, *, training: bool, resumed: Reader | None = None) -> None:
+        """Creates the model's last parts and the optimizers, and wraps them; a module that is wrapped already stays so.
+
+        Args:
+            training: With optimizers.
+            resumed: The checkpoint that is restored afterwards; configure_optimizers sees its step and position already.
+        """
         module = self.module
         fresh = self._prepared is None or self._prepared[0] is not module
         if not fresh and self._prepared is not None and (self._prepared[1] or not training):
@@ -681,6 +702,8 @@ class Trainer:
                 module.configure_model()
             self.progress = Counts() if training else self.progress
         self.optimizers, self.lr_scheduler_configs = [], []
+        if resumed is not None:
+            snapshot.restore_position(self, resumed)
         if training:
             self.optimizers, self.lr_scheduler_configs = read_optimizers(module)
             if not self.optimizers and self.core.strategy.kind == "deepspeed":

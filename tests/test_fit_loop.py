@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -479,3 +480,60 @@ def test_the_users_own_exception_leaves_fit_and_the_trainer_can_be_used_again() 
     trainer.fit(module, repeated([1.0] * 5, 1))
     assert trainer.global_step == 5
     assert not trainer.interrupted
+
+
+class Estimating(Scalar):
+    """Keeps what configure_optimizers and each step see of the number of steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[int | float] = []
+        self.later: set[int | float] = set()
+
+    def configure_optimizers(self) -> Any:
+        self.seen.append(self.trainer.estimated_stepping_batches)
+        return super().configure_optimizers()
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        self.later.add(self.trainer.estimated_stepping_batches)
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize(
+    ("saved_after", "limits", "steps"),
+    [
+        # 32 samples in batches of 2 are 16 steps an epoch; the rest goes on in batches of 1.
+        (32, {"max_epochs": 3}, 32 + 32),
+        (32, {"max_epochs": 3, "max_steps": 50}, 50),
+        (32, {"max_epochs": 3, "max_steps": 70}, 32 + 32),
+        (24, {"max_epochs": 3}, 24 + 16 + 32),
+        # 16 batches are left, then 32, three to a step.
+        (24, {"max_epochs": 3, "accumulate_grad_batches": 3}, 24 + 6 + 11),
+        (24, {"max_epochs": 2, "accumulate_grad_batches": 3}, 24 + 6),
+    ],
+)
+def test_the_estimate_of_a_resume_is_what_was_done_and_what_is_left(
+    tmp_path: Path, saved_after: int, limits: dict[str, Any], steps: int
+) -> None:
+    values = torch.arange(32.0)
+    first = quiet_trainer(strategy="single", max_steps=saved_after)
+    first.fit(Scalar(0.01), DataLoader(values, batch_size=2))
+    first.save_checkpoint(tmp_path / "saved")
+    module = Estimating()
+    trainer = quiet_trainer(strategy="single", **limits)
+    trainer.fit(module, DataLoader(values, batch_size=1), ckpt_path=tmp_path / "saved")
+    assert trainer.global_step == steps
+    assert module.seen == [steps]
+    assert module.later == {steps}
+    assert trainer.estimated_stepping_batches == steps
+
+
+def test_the_estimate_of_a_second_fit_counts_the_first() -> None:
+    module = Estimating()
+    trainer = quiet_trainer(strategy="single", max_epochs=1)
+    trainer.fit(module, repeated([1.0] * 4, 1))
+    trainer.max_epochs = 3
+    trainer.fit(module, repeated([1.0] * 8, 1))
+    assert trainer.global_step == 4 + 8 + 8
+    assert module.seen == [4]
+    assert module.later == {4, 20}

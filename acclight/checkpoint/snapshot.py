@@ -94,14 +94,12 @@ def restore(trainer: Trainer, reader: Reader) -> None:
     for config, state in zip(trainer.lr_scheduler_configs, reader.schedulers, strict=True):
         config.scheduler.load_state_dict(state)
     strategy.load_scaler_state(document["scaler"])
-    trainer.progress.load_state_dict(document["progress"])
     for callback in trainer.callbacks:
         if callback.state_key in document["callbacks"]:
             callback.load_state_dict(document["callbacks"][callback.state_key])
     if trainer.datamodule is not None:
         trainer.datamodule.load_state_dict(document["datamodule"])
-    if trainer.data is not None:
-        trainer.data.load_state_dict(reader.data)
+    restore_position(trainer, reader)
     state = reader.rng(trainer.global_rank)
     if state is None:
         warn(
@@ -110,6 +108,15 @@ def restore(trainer: Trainer, reader: Reader) -> None:
         )
     else:
         set_random_state(state)
+
+
+def restore_position(trainer: Trainer, reader: Reader) -> None:
+    """Goes to the step, the epoch and the place in the data where a checkpoint was written, unless it holds weights only."""
+    if reader.trainer.get("weights_only"):
+        return
+    trainer.progress.load_state_dict(reader.trainer["progress"])
+    if trainer.data is not None:
+        trainer.data.load_state_dict(reader.data)
 
 
 def find(trainer: Trainer, ckpt_path: str | Path | None) -> Reader | None:
