@@ -29,7 +29,7 @@ from acclight.loops.predict import predict
 from acclight.loops.progress import Progress as Counts
 from acclight.loops.reading import evaluation_data, training_data
 from acclight.loops.validation import FitValidation
-from acclight.messages import info
+from acclight.messages import info, warn
 from acclight.strategies.compiling import unwrapped
 from acclight.strategies.resolve import resolve_strategy
 
@@ -305,6 +305,7 @@ class Trainer:
                 info(f"resumed from {reader.path} at step {self.global_step}")
             self._loop = FitLoop(self, self.core, module, self.data, self.validation)
             info(self._summary(source))
+            self._warn_of_what_cannot_be()
             self._log_hyperparams()
             for call in self.hooks.on_fit_start:
                 call()
@@ -747,14 +748,27 @@ class Trainer:
         size = getattr(loader, "batch_size", None)
         batch = ""
         if size:
-            whole = size * self.world_size * self.accumulate_grad_batches
-            batch = f", effective batch {size} x {self.world_size} x {self.accumulate_grad_batches} = {whole}"
+            held = int(min(self.accumulate_grad_batches, self.num_training_batches))
+            batch = f", effective batch {size} x {self.world_size} x {held} = {size * self.world_size * held}"
         validation = self.validation.summary() if self.validation is not None else "no validation"
         return (
             f"fit: strategy {self.core.strategy.summary()}, {self.world_size} process(es) on "
             f"{self.core.num_machines} machine(s), {self.device.type}, precision {self.core.precision}, "
             f"accumulation {self.accumulate_grad_batches}{batch}, {validation}"
         )
+
+    def _warn_of_what_cannot_be(self) -> None:
+        """Says where training will not do what the arguments ask for."""
+        assert self._loop is not None
+        assert self.validation is not None
+        batches = self.num_training_batches
+        if 0 < batches < self.accumulate_grad_batches:
+            warn(
+                f"accumulate_grad_batches={self.accumulate_grad_batches}, but an epoch has {batches} batches: each epoch "
+                f"makes one step, over the {batches} that it holds"
+            )
+        if not self._loop.limit_reached() and (reason := self.validation.never_due()):
+            warn(f"no validation will run: {reason}")
 
     def _log_hyperparams(self) -> None:
         hparams = self.module.storable_hparams

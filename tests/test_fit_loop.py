@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import re
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -537,3 +539,53 @@ def test_the_estimate_of_a_second_fit_counts_the_first() -> None:
     assert trainer.global_step == 4 + 8 + 8
     assert module.seen == [4]
     assert module.later == {4, 20}
+
+
+def told(**arguments: Any) -> list[str]:
+    """The warnings of one fit on 4 batches an epoch, with validation, about what cannot be."""
+    trainer = quiet_trainer(strategy="single", num_sanity_val_steps=0, **arguments)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(Scalar(), repeated([1.0] * 4, 1), repeated([1.0], 1))
+    return [str(w.message) for w in caught if "accumulate" in str(w.message) or "no validation" in str(w.message)]
+
+
+def test_a_window_longer_than_the_epoch_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", logger="acclight"):
+        (warning,) = told(max_epochs=3, accumulate_grad_batches=16)
+    assert warning == (
+        "accumulate_grad_batches=16, but an epoch has 4 batches: each epoch makes one step, over the 4 that it holds"
+    )
+    assert "effective batch 1 x 1 x 4 = 4" in caplog.text
+    assert told(max_epochs=3, accumulate_grad_batches=4) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (
+            {"max_epochs": 3, "val_check_interval": 13},
+            "val_check_interval=13 put the first after step 13, .* ends at step 12",
+        ),
+        (
+            {"max_steps": 3, "val_check_interval": 4},
+            "val_check_interval=4 put the first after step 4, .* ends at step 3",
+        ),
+        ({"max_epochs": 3, "val_check_interval": 12}, None),
+        ({"max_epochs": 3, "check_val_every_n_epoch": 4}, "check_val_every_n_epoch=4 put the first into epoch 3, .*=3"),
+        ({"max_epochs": 3, "check_val_every_n_epoch": 3}, None),
+        (
+            {"max_steps": 3},
+            "val_check_interval=1.0 and check_val_every_n_epoch=1 put the first after step 4, .* step 3",
+        ),
+        ({"max_steps": 4}, None),
+        ({"max_steps": 5, "check_val_every_n_epoch": 2}, "put the first after step 8, but training ends at step 5"),
+        ({"max_steps": 5, "check_val_every_n_epoch": 2, "val_check_interval": 0.5}, "after step 6, .* at step 5"),
+        ({"max_steps": 6, "check_val_every_n_epoch": 2, "val_check_interval": 0.5}, None),
+        ({"max_steps": 3, "limit_val_batches": 0}, None),
+    ],
+)
+def test_validations_that_never_run_are_warned_of(arguments: dict[str, Any], reason: str | None) -> None:
+    warned = told(**arguments)
+    assert len(warned) == (reason is not None)
+    assert reason is None or re.search(reason, warned[0])

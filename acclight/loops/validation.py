@@ -79,6 +79,31 @@ class FitValidation:
             return False
         return self._epoch_is_due()
 
+    def never_due(self) -> str | None:
+        """Why training ends before the first validation that is still to come, in words; None where one comes."""
+        trainer, progress = self.trainer, self.trainer.progress
+        step, end = trainer.global_step, trainer.estimated_stepping_batches
+        whole, left = trainer.steps_per_epoch, trainer.steps_left_in_epoch
+        if not self.data or self.owed() or (not left and self.due_at_epoch_end()):
+            return None
+        asked = f"val_check_interval={trainer.val_check_interval!r}"
+        if self.every_n_steps is not None and not self.counts_in_epoch:
+            comes: int | float = self.every_n_steps - step % self.every_n_steps
+        else:
+            n = trainer.check_val_every_n_epoch
+            asked += f" and check_val_every_n_epoch={n}"
+            begun = progress.epoch + progress.epoch_done
+            every, done = self.every_n_steps or whole, 0 if math.isinf(whole) else whole - left
+            epoch, comes = begun, (done // every + 1) * every - done
+            if (begun + 1) % n or done + comes > whole:
+                epoch = begun + n - (begun + 1) % n
+                comes = left + (epoch - begun - 1) * whole + every
+            if trainer.max_epochs is not None and 0 <= trainer.max_epochs <= epoch:
+                return f"{asked} put the first into epoch {epoch}, counted from 0, but max_epochs={trainer.max_epochs}"
+        if math.isinf(comes) or step + comes <= end:
+            return None
+        return f"{asked} put the first after step {step + comes}, but training ends at step {end}"
+
     def _epoch_is_due(self) -> bool:
         return (self.trainer.current_epoch + 1) % self.trainer.check_val_every_n_epoch == 0
 
