@@ -11,27 +11,52 @@ import torch
 from torch.utils.data import DataLoader
 
 from acclight.data import EvalData, TrainData, rank_identity
-from acclight.data.loader import size_of
+from acclight.data.loader import in_dataset_order, size_of
 from acclight.messages import info, warn
 
 if TYPE_CHECKING:
     from acclight.trainer import Trainer
 
 
-def training_data(trainer: Trainer, loader: Any) -> TrainData:
-    """What this rank reads of the training loader; the order of the samples follows torch's seed on rank 0."""
+def training_data(trainer: Trainer, loader: Any, seed: int | None = None) -> TrainData:
+    """What this rank reads of the training loader.
+
+    Args:
+        trainer: Whose limits are used.
+        loader: The user's.
+        seed: Of the order of the samples; None for torch's seed on rank 0.
+    """
+    if seed is None:
+        seed = int(trainer.core.broadcast_object(torch.initial_seed() % 2**31))
     data = TrainData(
         loader,
         rank=trainer.global_rank,
         world_size=trainer.world_size,
-        seed=int(trainer.core.broadcast_object(torch.initial_seed() % 2**31)),
+        seed=seed,
         limit=trainer.limits["train"],
+        limit_name="overfit_batches" if trainer.overfit_batches else "limit_train_batches",
         own_share=_brings_its_own_share(trainer, loader, "training"),
         differs=partial(_streams_differ, trainer, "training"),
     )
     if data.num_batches == 0 and trainer.limits["train"] != 0:
         warn(f"the training loader ({_described(loader)}) gives no batches: nothing will be trained")
     return data
+
+
+def unshuffled_in_fit(trainer: Trainer, stage: str, loader: Any) -> Any:
+    """The loader as fit reads it: with overfit_batches, in the dataset's own order.
+
+    Args:
+        trainer: Whose argument counts.
+        stage: "training" or "validation".
+        loader: The user's; it is not changed.
+    """
+    if not trainer.overfit_batches:
+        return loader
+    plain = in_dataset_order(loader)
+    if plain is not loader:
+        warn(f"overfit_batches={trainer.overfit_batches}: the shuffling of the {stage} loader is turned off")
+    return plain
 
 
 def evaluation_data(trainer: Trainer, stage: str, loaders: Mapping[str, Any]) -> dict[str, EvalData]:
@@ -45,6 +70,8 @@ def evaluation_data(trainer: Trainer, stage: str, loaders: Mapping[str, Any]) ->
         loaders: The user's loaders by name.
     """
     limit, argument = trainer.limits[stage], f"limit_{'val' if stage == 'validation' else stage}_batches"
+    if stage == "validation" and trainer.overfit_batches:
+        argument = "overfit_batches"
     made = {
         name: EvalData(
             loader,
