@@ -135,6 +135,8 @@ _CHECKS: dict[str, Callable[[str, Any], None]] = {
     "check_val_every_n_epoch": _whole(1),
     "num_sanity_val_steps": _whole(-1),
     **{f"limit_{stage}_batches": _limit for stage in ("train", "val", "test", "predict")},
+    "overfit_batches": _limit,
+    "reload_dataloaders_every_n_epochs": _whole(0),
     "fast_dev_run": _dry_run,
     "deterministic": _choice(True, False, "warn"),
     "detect_anomaly": _switch,

@@ -8,6 +8,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,7 +30,7 @@ from acclight.loops.optimizers import SchedulerConfig, read_optimizers
 from acclight.loops.pause import paused_training
 from acclight.loops.predict import predict
 from acclight.loops.progress import Progress as Counts
-from acclight.loops.reading import evaluation_data, training_data
+from acclight.loops.reading import evaluation_data, training_data, unshuffled_in_fit
 from acclight.loops.validation import FitValidation
 from acclight.messages import info, warn
 from acclight.startup import announce
@@ -78,6 +79,14 @@ class Trainer:
         limit_val_batches: Likewise for each validation loader.
         limit_test_batches: Likewise for each test loader.
         limit_predict_batches: Likewise for each prediction loader.
+        overfit_batches: Train every epoch on the same first batches per rank, so many (int) or such a fraction (float), to see
+            whether the model can learn them by heart; 0 (the default) is off. As in Lightning, it stands for limit_train_batches
+            and limit_val_batches, and fit turns off shuffling: the samplers of the training and validation loaders are replaced
+            by sequential ones (a batch sampler of your own and a stream stay as they are). Validation reads the first batches
+            of the validation loader: give the training loader as that too to validate on what is trained.
+        reload_dataloaders_every_n_epochs: Call the loader hooks of the module or the data module again at the start of every
+            n-th epoch (epochs 0, n, 2n, ...), on all ranks, once the old loaders' workers are closed. A resume calls them with
+            `current_epoch` at the last of these. Loaders that were given to fit stay. 0 (the default) is off.
         fast_dev_run: Run so many batches (True: 1) of everything once, without loggers and checkpoints.
         deterministic: Use deterministic algorithms only (True), or warn where there is none ("warn").
         detect_anomaly: Find the operation that makes a NaN in the backward; slow.
@@ -126,6 +135,8 @@ class Trainer:
         limit_val_batches: int | float = 1.0,
         limit_test_batches: int | float = 1.0,
         limit_predict_batches: int | float = 1.0,
+        overfit_batches: int | float = 0.0,
+        reload_dataloaders_every_n_epochs: int = 0,
         fast_dev_run: bool | int = False,
         deterministic: bool | str = False,
         detect_anomaly: bool = False,
@@ -140,6 +151,8 @@ class Trainer:
     ) -> None:
         if min_epochs is not None and max_epochs is not None and 0 <= max_epochs < min_epochs:
             raise ValueError(f"min_epochs={min_epochs} contradicts max_epochs={max_epochs}; change one of them")
+        if overfit_batches:
+            limit_train_batches = limit_val_batches = overfit_batches
         if fast_dev_run:
             batches = int(fast_dev_run)
             limit_train_batches = limit_val_batches = limit_test_batches = limit_predict_batches = batches
@@ -165,6 +178,11 @@ class Trainer:
             "train": limit_train_batches, "validation": limit_val_batches,
             "test": limit_test_batches, "predict": limit_predict_batches,
         }  # fmt: skip
+        self.overfit_batches = overfit_batches
+        self.reload_dataloaders_every_n_epochs = reload_dataloaders_every_n_epochs
+        #: The epoch whose start gave the loaders of this fit, and what fit was given in place of hooks.
+        self._loaded_at = 0
+        self._given_loaders: tuple[Any, Any] = (None, None)
         self.deterministic = deterministic
         self.detect_anomaly = detect_anomaly
         self.inference_mode = inference_mode
@@ -257,7 +275,8 @@ class Trainer:
             train_dataloaders: The training loader; or give a datamodule, or define `train_dataloader` on the module.
             val_dataloaders: One validation loader, a list or a dict of them.
             datamodule: Gives both loaders.
-            ckpt_path: A checkpoint folder, "last" (the newest), "best", or "auto" (the newest good one, or a fresh start).
+            ckpt_path: A checkpoint folder, "last" (the newest), "best", or "auto" (the newest good one, or a fresh start). What
+                belongs after the step of the checkpoint and had not happened, such as its validation, comes first.
         """
         train_dataloaders, datamodule = arguments.loaders_and_datamodule(
             "fit", "train_dataloaders", train_dataloaders, datamodule
@@ -267,24 +286,21 @@ class Trainer:
         with self._running("fit", module, datamodule):
             if self.manual_optimization:
                 check_manual(self)
-            source = self._source("train_dataloader", train_dataloaders)
-            if source is None:
-                raise ValueError(
-                    "fit needs training data: give train_dataloaders or a datamodule with train_dataloader"
-                )
             begun = self._begun_epoch(module)
-            self.data = training_data(self, source)
-            self.core.check_window(self.accumulate_grad_batches, self.data.batch_size)
+            reader = snapshot.find(self, ckpt_path)
+            self._given_loaders = train_dataloaders, val_dataloaders
+            with self._at_last_reload(module, reader):
+                self._load_training()
+                self._load_validation()
+            assert self.data is not None
             if begun is not None and begun["dataset"] == self.data.state_dict()["dataset"]:
                 self.data.load_state_dict(begun)
-            self.validation = FitValidation(self, self._eval_loaders("val", val_dataloaders))
-            self.eval_data = self.validation.data
-            reader = snapshot.find(self, ckpt_path)
             self._prepare(training=True, resumed=reader)
             if reader is not None:
                 snapshot.restore(self, reader)
                 self.metrics.forget_training()
                 info(f"resumed from {reader.path} at step {self.global_step}")
+            assert self.validation is not None
             self._loop = FitLoop(self, self.core, module, self.data, self.validation)
             announce(self, resumed=reader is not None and not reader.trainer["weights_only"])
             self._warn_of_what_cannot_be()
@@ -545,9 +561,10 @@ class Trainer:
         """
         begun = self.progress.epoch + self.progress.epoch_done
         epochs = math.inf if self.max_epochs is None or self.max_epochs < 0 else max(self.max_epochs - begun, 0)
-        # What is left of the epoch that runs, then whole ones.
-        left = self.steps_left_in_epoch
-        to_come = left + (epochs - 1) * self.steps_per_epoch if epochs and (left or self.steps_per_epoch) else 0
+        # What is left of the epoch that runs, then whole ones; infinitely many of no steps are none.
+        to_come = self.steps_left_in_epoch if epochs else 0
+        if epochs > 1 and self.steps_per_epoch:
+            to_come += (epochs - 1) * self.steps_per_epoch
         by_steps = self.max_steps if self.max_steps >= 0 else math.inf
         steps = max(min(self.global_step + to_come, by_steps), self.global_step)
         return steps if math.isinf(steps) else int(steps)
@@ -607,6 +624,22 @@ class Trainer:
         """Writes the checkpoints that were asked for inside the window that has just ended."""
         while self._pending_saves:
             self._save(*self._pending_saves.pop(0))
+
+    def reload_if_due(self) -> bool:
+        """At the start of an epoch: calls the loader hooks again, where the epoch is one to do so. Collective."""
+        epoch = self._reload_epoch(self.current_epoch)
+        if epoch == self._loaded_at or None not in self._given_loaders:
+            return False
+        self._loaded_at = epoch
+        assert self.data is not None
+        if self._given_loaders[0] is None:
+            self.data.close()
+            self._load_training(seed=self.data.seed)
+        for data in self.eval_data.values():
+            data.close()
+        # With loaders that were given, too: a fraction of an epoch may be another number of steps now.
+        self._load_validation()
+        return True
 
     # -- wiring ---------------------------------------------------------------------------------------------------------
 
@@ -687,6 +720,7 @@ class Trainer:
                 underway=failed,
             )
         finally:
+            self._given_loaders = None, None
             self.state = None
             self._loop = None
             self._pending_saves = []
@@ -755,6 +789,49 @@ class Trainer:
         self.core.prepare(module, self.optimizers)
         self.manual = ManualOptimization(self)
         self._prepared = module, training
+
+    def _reload_epoch(self, epoch: int) -> int:
+        """The newest epoch, up to this one, at whose start loaders are made."""
+        n = self.reload_dataloaders_every_n_epochs
+        return epoch // n * n if n else 0
+
+    @contextmanager
+    def _at_last_reload(self, module: TrainModule, reader: Reader | None) -> Iterator[None]:
+        """Where loaders are made anew every n epochs, the hooks see the epoch in which a run without a break has called them."""
+        if not self.reload_dataloaders_every_n_epochs:
+            yield
+            return
+        before = self.progress
+        counts = before if self._prepared is not None and self._prepared[0] is module else Counts()
+        if reader is not None and not reader.trainer.get("weights_only"):
+            counts = Counts()
+            counts.load_state_dict(reader.trainer["progress"])
+        self._loaded_at = self._reload_epoch(counts.epoch + counts.epoch_done)
+        self.progress = replace(counts, epoch=self._loaded_at, epoch_done=False)
+        try:
+            yield
+        finally:
+            self.progress = before
+
+    def _load_training(self, seed: int | None = None) -> None:
+        """Asks for the training loader.
+
+        Args:
+            seed: Of the order, which goes on; None for a new one.
+        """
+        source = self._source("train_dataloader", self._given_loaders[0])
+        if source is None:
+            raise ValueError("fit needs training data: give train_dataloaders or a datamodule with train_dataloader")
+        source = unshuffled_in_fit(self, "training", source)
+        self.data = training_data(self, source, seed)
+        self.core.check_window(self.accumulate_grad_batches, self.data.batch_size)
+
+    def _load_validation(self) -> None:
+        """Asks for the validation loaders."""
+        loaders = self._eval_loaders("val", self._given_loaders[1])
+        loaders = {name: unshuffled_in_fit(self, "validation", loader) for name, loader in loaders.items()}
+        self.validation = FitValidation(self, loaders)
+        self.eval_data = self.validation.data
 
     def _source(self, name: str, given: Any) -> Any:
         if given is not None:

@@ -142,7 +142,12 @@ def restore_position(trainer: Trainer, reader: Reader) -> None:
     if reader.trainer.get("weights_only"):
         return
     trainer.progress.load_state_dict(reader.trainer["progress"])
-    if trainer.data is not None:
+    if trainer.data is None:
+        return
+    if trainer.progress.epoch_done and trainer.reload_dataloaders_every_n_epochs:
+        # The loader of the next epoch may well be another one.
+        trainer.data.seed = reader.data["seed"]
+    else:
         trainer.data.load_state_dict(reader.data)
 
 

@@ -7,11 +7,12 @@ import hashlib
 import json
 import pickle
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import NoneType
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
 
 from acclight.data.draws import derive_seed
 
@@ -216,6 +217,20 @@ def limited(total: int | None, limit: Limit, name: str) -> int | None:
     if total and not kept:
         raise ValueError(f"{name}={limit} of {total} batches leaves none; raise it, or give 0 to leave the loader out")
     return kept
+
+
+def in_dataset_order(loader: Any) -> Any:
+    """The loader with a sequential sampler; itself where it has one, or a batch sampler of the user's, or is a stream."""
+    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+        return loader
+    if type(loader.sampler) is SequentialSampler or type(loader.batch_sampler) not in (BatchSampler, NoneType):
+        return loader
+    changes: dict[str, Any] = {"sampler": SequentialSampler(loader.dataset)}  # type: ignore[arg-type]  # it is Sized
+    if loader.batch_sampler is not None:
+        size = loader.batch_size or loader.batch_sampler.batch_size  # type: ignore[attr-defined]  # a BatchSampler's
+        drops = loader.drop_last or loader.batch_sampler.drop_last  # type: ignore[attr-defined]
+        changes["batch_sampler"] = BatchSampler(changes["sampler"], size, drops)
+    return reading_copy(loader, **changes)
 
 
 def reading_copy(loader: DataLoader[Any], **changes: Any) -> DataLoader[Any]:

@@ -28,9 +28,6 @@ from acclight.data.loader import (
 from acclight.data.order import EpochOrder
 from acclight.data.stream import PlainReader, StreamReader
 
-LIMIT = "limit_train_batches"
-"""What a user calls the limit."""
-
 
 class TrainData:
     """What one rank reads of the user's training loader.
@@ -56,6 +53,7 @@ class TrainData:
         world_size: Number of processes.
         seed: Of the sample order; a loaded state brings its own.
         limit: Batches per rank and epoch: a number (int), or a fraction of what there is (float).
+        limit_name: What a user calls the limit, for errors.
         split_batches: Whether the loader's batch size is that of all ranks together.
         even_batches: Whether the end of an epoch is filled up, to a multiple of world_size, with its first samples.
         own_share: Whether the ranks were given different data (their `rank_identity` differs), so that each reads the
@@ -79,6 +77,7 @@ class TrainData:
         world_size: int,
         seed: int,
         limit: Limit = 1.0,
+        limit_name: str = "limit_train_batches",
         split_batches: bool = False,
         even_batches: bool = True,
         own_share: bool = False,
@@ -93,7 +92,8 @@ class TrainData:
         own_share = own_share and not dispatched
         self._own_share = own_share
         self._own = declared or own_share
-        check_limit(limit, LIMIT)
+        check_limit(limit, limit_name)
+        self._limit_name = limit_name
         self._world_size = world_size
         self.seed = seed
         self.epoch = 0
@@ -127,12 +127,12 @@ class TrainData:
                 source = RanksSource([IndexedReader(parts, order, one, rank=i) for i, one in enumerate(deals)])
         if scatter is not None and dispatched:
             self._reader = DispatchReader(self._reader, source, scatter, keep_last=False)
-        limited(self._reader.count(0), limit, LIMIT)  # raises now what would else be raised later
+        limited(self._reader.count(0), limit, limit_name)  # raises now what would else be raised later
 
     @property
     def num_batches(self) -> int | None:
         """Batches of this rank in an epoch, after the limit; None when unknown."""
-        return limited(self._reader.count(0), self._limit, LIMIT)
+        return limited(self._reader.count(0), self._limit, self._limit_name)
 
     @property
     def batches_left(self) -> int | None:

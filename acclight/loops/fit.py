@@ -149,6 +149,10 @@ class FitLoop:
         if progress.epoch_done:
             progress.epoch += 1
             progress.epoch_done = False
+        if trainer.reload_if_due():
+            assert trainer.data is not None
+            assert trainer.validation is not None
+            self.data, self.validation = trainer.data, trainer.validation
         self.data.begin_epoch(progress.epoch)
         for call in hooks.on_train_epoch_start:
             call()

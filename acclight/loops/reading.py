@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from acclight.data import EvalData, TrainData, rank_identity
-from acclight.data.loader import size_of
+from acclight.data.loader import in_dataset_order, size_of
 from acclight.messages import info, warn
 
 if TYPE_CHECKING:
@@ -19,21 +19,44 @@ if TYPE_CHECKING:
     from acclight.trainer import Trainer
 
 
-def training_data(trainer: Trainer, loader: Any) -> TrainData:
-    """What this rank reads of the training loader; the order of the samples follows rank 0's seed."""
+def training_data(trainer: Trainer, loader: Any, seed: int | None = None) -> TrainData:
+    """What this rank reads of the training loader.
+
+    Args:
+        trainer: Whose limits are used.
+        loader: The user's.
+        seed: Of the order of the samples; None for rank 0's.
+    """
     core, config = trainer.core, trainer.core.config
     if config.split_batches and core.data_world_size > 1:
         info(f"split_batches: the loader's batch size counts for all {core.data_world_size} processes together")
     data = TrainData(
         loader,
-        seed=int(core.broadcast_object(_seed(config))),
+        seed=int(core.broadcast_object(_seed(config))) if seed is None else seed,
         limit=trainer.limits["train"],
+        limit_name="overfit_batches" if trainer.overfit_batches else "limit_train_batches",
         even_batches=config.even_batches,
         **_sharing(trainer, loader, "training"),
     )
     if data.num_batches == 0 and trainer.limits["train"] != 0:
         warn(f"the training loader ({_described(loader)}) gives no batches: nothing will be trained")
     return data
+
+
+def unshuffled_in_fit(trainer: Trainer, stage: str, loader: Any) -> Any:
+    """The loader as fit reads it: with overfit_batches, in the dataset's own order.
+
+    Args:
+        trainer: Whose argument counts.
+        stage: "training" or "validation".
+        loader: The user's; it is not changed.
+    """
+    if not trainer.overfit_batches:
+        return loader
+    plain = in_dataset_order(loader)
+    if plain is not loader:
+        warn(f"overfit_batches={trainer.overfit_batches}: the shuffling of the {stage} loader is turned off")
+    return plain
 
 
 def evaluation_data(trainer: Trainer, stage: str, loaders: Mapping[str, Any]) -> dict[str, EvalData]:
@@ -47,6 +70,8 @@ def evaluation_data(trainer: Trainer, stage: str, loaders: Mapping[str, Any]) ->
         loaders: The user's loaders by name.
     """
     limit, argument = trainer.limits[stage], f"limit_{'val' if stage == 'validation' else stage}_batches"
+    if stage == "validation" and trainer.overfit_batches:
+        argument = "overfit_batches"
     made = {
         name: EvalData(
             loader,
