@@ -393,7 +393,7 @@ def test_dispatch_says_what_it_cannot_do_and_what_rank_0_met() -> None:
             yield 0
             raise OSError("the disk is gone")
 
-    trainer = quiet_trainer(strategy="ddp", max_epochs=1)
+    trainer = quiet_trainer(strategy="ddp", max_epochs=1, accelerator_config={"dispatch_batches": True})
     error, message = (
         (OSError, "the disk") if trainer.is_global_zero else (RuntimeError, "rank 0, .* OSError: the disk is gone")
     )
