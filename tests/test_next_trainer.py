@@ -81,6 +81,31 @@ def test_a_single_process_after_shards(first: str) -> None:
     check_in_turn([first, "single", first], world=1)
 
 
+class Fails(Tokens):
+    """Raises in the middle of a step, with what the strategy has gathered for it, as long as it is told to."""
+
+    fails = True
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        if self.fails:
+            raise KeyError("of the user")
+        return loss
+
+
+@pytest.mark.parametrize("first", SHARDING)
+def test_after_a_fit_that_has_failed(first: str) -> None:
+    torch.manual_seed(4)
+    module = Fails()
+    with pytest.raises(KeyError, match="of the user"):
+        quiet_trainer(strategy=first, max_epochs=1).fit(module, loader(1))
+    module.fails = False
+    for fits, strategy in enumerate(["single", first], start=1):
+        trainer = quiet_trainer(strategy=strategy, max_epochs=1)
+        trainer.fit(module, loader(1))
+        check(trainer, fits)
+
+
 @on_two_ranks
 def test_units_and_their_checkpoints_are_taken_off() -> None:
     strategy = FSDP2Strategy(auto_wrap_policy="SIZE_BASED_WRAP", min_num_params=60, activation_checkpointing=True)
