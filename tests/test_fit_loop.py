@@ -589,3 +589,19 @@ def test_validations_that_never_run_are_warned_of(arguments: dict[str, Any], rea
     warned = told(**arguments)
     assert len(warned) == (reason is not None)
     assert reason is None or re.search(reason, warned[0])
+
+
+@on_two_ranks
+def test_ranks_of_unequal_length_end_the_epoch_together() -> None:
+    class Looked(Scalar):
+        def on_train_epoch_end(self) -> None:
+            self.ends = self.trainer.current_epoch
+
+    module = Looked()
+    trainer = quiet_trainer(strategy="ddp", max_steps=3, log_every_n_steps=50)
+    batches = [torch.tensor([1.0])] * (3, 5)[trainer.global_rank]
+    trainer.fit(module, batches, [torch.tensor([1.0])])
+    # The limit and the shortest rank's end fall together: validation, metrics and hooks on both ranks.
+    assert (trainer.global_step, module.ends) == (3, 0)
+    assert {"loss", "val_loss"} <= trainer.callback_metrics.keys()
+    assert trainer.progress.epoch_done

@@ -48,6 +48,8 @@ class FitLoop:
         self.losses = WindowLosses(core, module)
         _, self.step_takes = step_arguments(trainer, "training_step", 1)
         self.may_leave = overrides(module, "on_train_batch_start")
+        #: Batches of the epoch that runs which every rank has; None where one does not know.
+        self.epoch_batches: int | None = None
         #: The batch that runs is the last of its epoch; False where the loader does not say.
         self.at_last_batch = False
         #: A window is under way, and its step is not counted yet.
@@ -154,6 +156,7 @@ class FitLoop:
             assert trainer.validation is not None
             self.data, self.validation = trainer.data, trainer.validation
         self.data.begin_epoch(progress.epoch)
+        self.agree_on_length()
         for call in hooks.on_train_epoch_start:
             call()
         cut_short = False
@@ -228,7 +231,17 @@ class FitLoop:
 
     def epoch_exhausted(self, coming: int = 0) -> bool:
         """Every batch of this epoch was trained on, or will be after so many more."""
-        return self.data.num_batches is not None and self.data.batches_done + coming >= self.data.num_batches
+        return self.epoch_batches is not None and self.data.batches_done + coming >= self.epoch_batches
+
+    def agree_on_length(self) -> None:
+        """Learns how many batches of this epoch all ranks can train on: what follows from it has to be the same on each."""
+        self.epoch_batches = self.data.num_batches
+        if self.core.world_size == 1 or self.data.ranks_agree:
+            return
+        left = self.core.gather_objects(self.data.batches_left)
+        self.epoch_batches = None if None in left else self.data.batches_done + min(left)
+        if self.epoch_batches is not None and len(set(left)) > 1:
+            self.warn_uneven([str(self.data.batches_done + n) for n in left])
 
     # -- one window ---------------------------------------------------------------------------------------------------
 
@@ -238,12 +251,9 @@ class FitLoop:
         size = self.trainer.accumulate_grad_batches
         unknown = False
         if self.core.world_size > 1 and not self.data.ranks_agree:
-            left = self.core.gather_objects(self.data.batches_left)
-            unknown = None in left
-            if not unknown:
-                if len(set(left)) > 1:
-                    self.warn_uneven([str(self.data.batches_done + n) for n in left])
-                batches = itertools.islice(batches, min(left))
+            unknown = self.epoch_batches is None
+            if self.epoch_batches is not None:
+                batches = itertools.islice(batches, self.epoch_batches - self.data.batches_done)
         while True:
             window = list(itertools.islice(batches, size))
             if unknown:
