@@ -80,6 +80,8 @@ def in_force(trainer: Trainer, *, resumed: bool) -> dict[str, Setting]:
         settings["batch_size"] = Setting(size)
         # An epoch that is shorter than a window makes one step over what it holds.
         held = int(min(accumulation, trainer.num_training_batches))
+        if held < accumulation:
+            settings["effective_accumulation"] = Setting(held)
         settings["effective_batch_size"] = Setting(size * core.data_world_size * held)
     settings["gradient_clip_val"] = argument(
         "gradient_clip_val", core.clip_val, core.strategy.clip_source if core.clip_val else "default"
@@ -119,6 +121,8 @@ def lines(settings: Mapping[str, Setting], validation: str, places: str) -> list
     if "compile" in settings:
         first.append(f"compile {settings['compile']}")
     accumulation = f"accumulation {settings['accumulate_grad_batches']}"
+    if "effective_accumulation" in settings:
+        accumulation = f"accumulation {settings['effective_accumulation']} of {settings['accumulate_grad_batches']}"
     second = [accumulation]
     if "batch_size" in settings:
         whole = settings["effective_batch_size"]

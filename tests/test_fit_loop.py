@@ -556,7 +556,7 @@ def test_a_window_longer_than_the_epoch_is_warned_of(caplog: pytest.LogCaptureFi
     assert warning == (
         "accumulate_grad_batches=16, but an epoch has 4 batches: each epoch makes one step, over the 4 that it holds"
     )
-    assert "effective batch 1 x 1 x 4 = 4" in caplog.text
+    assert "effective batch 1 x 1 process x accumulation 4 of 16 [argument] = 4" in caplog.text
     assert told(max_epochs=3, accumulate_grad_batches=4) == []
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
 from pathlib import Path
@@ -32,7 +33,8 @@ def said(caplog: pytest.LogCaptureFixture) -> list[str]:
     return text.splitlines()
 
 
-def test_a_plain_start(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_plain_start(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("acclight.seed.given", None)
     quiet_trainer(max_steps=1).fit(Scalar(), loader())
     assert said(caplog) == [
         "fit: strategy single, 1 process on 1 machine, cpu, precision 32-true",
@@ -85,6 +87,9 @@ def test_the_batch_size_of_a_batch_sampler_counts() -> None:
 
 def test_a_file_and_the_launcher_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "fsdp.yaml").write_text("fsdp_config: {fsdp_reshard_after_forward: false, fsdp_offload_params: true}\n")
+    # Accelerate's plugins leave variables behind where they are made by hand.
+    for name in [name for name in os.environ if name.startswith("FSDP_")]:
+        monkeypatch.delenv(name)
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     monkeypatch.setenv("FSDP_VERSION", "2")
     monkeypatch.setenv("FSDP_ACTIVATION_CHECKPOINTING", "true")

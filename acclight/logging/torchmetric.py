@@ -30,7 +30,8 @@ def is_metric(value: Any) -> bool:
 
 def entries(dictionary: Any) -> Iterable[tuple[str, Any]]:
     """The names and values of a dict, or of a torchmetrics.MetricCollection, whose metrics may share their states."""
-    library = sys.modules.get("torchmetrics")
+    # Plain ones first: in a compiled step, looking into sys.modules fails while the compiler itself imports something.
+    library = None if type(dictionary) is dict else sys.modules.get("torchmetrics")
     if library is not None and isinstance(dictionary, library.MetricCollection):
         # Copies of the states, which it would make by default, grow with every batch.
         return dictionary.items(copy_state=False)  # type: ignore[no-any-return]

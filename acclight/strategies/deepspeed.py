@@ -183,8 +183,11 @@ class DeepSpeedStrategy(Strategy):
             self.step_module = self.wrapped = step_module.to(accelerator.device)
             self._optimizers = []
             return self.wrapped
-        if self._release is not None:
-            # An earlier engine's hooks would work on the parameters beside the new one's.
+        same = hasattr(self, "wrapped") and self.step_module.get_submodule("module") is step_module.get_submodule(
+            "module"
+        )
+        if self._release is not None and same:
+            # The engine of an evaluation: its hooks would work on the parameters beside the new one's.
             self._release()
         self.step_module = step_module
         self._scaler = None
@@ -230,14 +233,17 @@ class DeepSpeedStrategy(Strategy):
         engine: Any = self.wrapped
         if engine is self.step_module:
             return None
-        state, this = self._state, weakref.ref(self)
+        state, stage, this, release = self._state, self.stage, weakref.ref(self), self._release
+        assert release is not None
 
         def make_whole() -> None:
+            # Where the engine went with its Trainer, the weights that it computed with are left.
+            source = state if release.alive else type(state)(engine, stage, trains=False)
             whole: dict[str, Any] = dict.fromkeys(
                 canonical_name(name) for name, _ in module.named_parameters(remove_duplicate=False)
             )
-            state.gather_model(module, whole)
-            engine.destroy()
+            source.gather_model(module, whole)
+            release()
             for part in module.modules():
                 # Stage 3 has put dictionaries that gather in the place of torch's, and notes of others' parameters.
                 vars(part)["_parameters"] = dict(vars(part)["_parameters"].items())
