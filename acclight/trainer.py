@@ -15,6 +15,7 @@ from acclight import arguments
 from acclight.accelerator_config import AcceleratorConfig
 from acclight.callback import Callback, Hooks, in_order, with_module_callbacks
 from acclight.checkpoint import snapshot
+from acclight.checkpoint.background import BackgroundSave
 from acclight.core import AcceleratorCore
 from acclight.loggers import guarded
 from acclight.loggers.choose import make_loggers
@@ -208,7 +209,9 @@ class Trainer:
         self._module: TrainModule | None = None
         #: The module that is wrapped, and whether with its optimizers.
         self._prepared: tuple[TrainModule, bool] | None = None
-        self._pending_saves: list[tuple[Path, bool]] = []
+        self._pending_saves: list[tuple[Path, bool, bool]] = []
+        #: The checkpoint that is being written while training goes on.
+        self.saving: BackgroundSave | None = None
         self._loop: FitLoop | None = None
 
         loggers = make_loggers(logger, self.default_root_dir)
@@ -301,6 +304,7 @@ class Trainer:
                 call()
             self._loop.run()
             self.interrupted = self._loop.preempted is not None
+            self.finish_saving()
             if not self.interrupted:
                 for call in self.hooks.on_fit_end:
                     call()
@@ -359,18 +363,38 @@ class Trainer:
             return None
         return results[0] if len(results) == 1 else results
 
-    def save_checkpoint(self, path: str | Path, weights_only: bool = False) -> None:
+    def save_checkpoint(self, path: str | Path, weights_only: bool = False, asynchronous: bool = False) -> None:
         """Writes a checkpoint; every rank has to call it. Asked for inside a window, it is written at the window's end.
 
         Args:
             path: The folder to make.
             weights_only: Only the model's weights and hyper-parameters.
+            asynchronous: In fit, copy the state and write it while training goes on: `on_checkpoint` comes once it is committed,
+                at a later step, and before the next save begins or training ends. Each rank copies what it writes to the CPU.
         """
         if self._loop is not None and self._loop.in_window:
-            self._pending_saves.append((Path(path), weights_only))
+            self._pending_saves.append((Path(path), weights_only, asynchronous))
             return
         with self.core.active():
-            self._save(Path(path), weights_only)
+            self._save(Path(path), weights_only, asynchronous)
+
+    def finish_saving(self) -> None:
+        """Waits for the checkpoint that is being written, if there is one; every rank has to call it.
+
+        Raises:
+            CheckpointError: It could not be written.
+        """
+        if self.saving is None:
+            return
+        saved = self.saving.path
+        try:
+            self.saving.wait()
+        except Exception:
+            self.saving = None  # a Ctrl-C leaves it, with a bound, to the teardown
+            raise
+        self.saving = None
+        for call in self.hooks.on_checkpoint:
+            call(saved)
 
     # -- what can be read -----------------------------------------------------------------------------------------------
 
@@ -753,8 +777,14 @@ class Trainer:
         if reader is not None:
             snapshot.restore_weights(self, reader)
 
-    def _save(self, path: Path, weights_only: bool) -> None:
+    def _save(self, path: Path, weights_only: bool, asynchronous: bool) -> None:
+        self.finish_saving()
         self.core.check_own(self.module)
-        saved = snapshot.save(self, path, weights_only=weights_only)
+        asynchronous = asynchronous and self._loop is not None
+        writing = snapshot.take(self, path, weights_only=weights_only, copy=asynchronous)
+        if asynchronous:
+            self.saving = BackgroundSave(writing)
+            return
+        saved = writing.finish()
         for call in self.hooks.on_checkpoint:
             call(saved)

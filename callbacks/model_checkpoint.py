@@ -65,6 +65,8 @@ class ModelCheckpoint(Callback):
         every_n_epochs: Save at the end of every n-th epoch. 0: not at epochs.
         save_on_train_epoch_end: For epochs: True saves at the end of the training epoch, False after each validation.
             Default: after each validation where validation logs the metric, else at the end of the training epoch.
+        asynchronous: Write while training goes on, from a copy on the CPU; the paths and scores below then know of a checkpoint
+            once it is committed. The next save, and the end of training, wait for it. Default True.
 
     Attributes:
         best_model_path: The checkpoint with the best score, or the newest without `monitor`; empty when there is none.
@@ -95,6 +97,7 @@ class ModelCheckpoint(Callback):
         train_time_interval: timedelta | None = None,
         every_n_epochs: int | None = None,
         save_on_train_epoch_end: bool | None = None,
+        asynchronous: bool = True,
     ) -> None:
         given: dict[str, Any] = {
             "every_n_train_steps": every_n_train_steps,
@@ -127,6 +130,7 @@ class ModelCheckpoint(Callback):
         self.save_weights_only = save_weights_only
         self.auto_insert_metric_name = auto_insert_metric_name
         self.save_on_train_epoch_end = save_on_train_epoch_end
+        self.asynchronous = asynchronous
         self._every_n_train_steps = every_n_train_steps or 0
         self._train_time_interval = train_time_interval
         none_given = all(value is None for value in given.values())
@@ -325,7 +329,10 @@ class ModelCheckpoint(Callback):
 
     def _add_score(self, trainer: Trainer) -> None:
         """Gives the checkpoint of this step its score where nobody could know that a validation would follow."""
-        if self._saved and self._saved[-1].step == trainer.global_step and self._saved[-1].score is None:
+        written = self._written
+        if written is not None and written.step == trainer.global_step and written.score is None:
+            self._written = replace(written, score=self._score(trainer))
+        elif self._saved and self._saved[-1].step == trainer.global_step and self._saved[-1].score is None:
             self._saved = [*self._saved[:-1], replace(self._saved[-1], score=self._score(trainer))]
             self._prune(trainer)
 
@@ -366,6 +373,8 @@ class ModelCheckpoint(Callback):
     def _save_if_good(self, trainer: Trainer) -> None:
         if not self._saves_any or self._decided_step == trainer.global_step:
             return
+        # The one before may still be written: whether this one is among the best depends on it.
+        trainer.finish_saving()
         score = self._score(trainer)
         if score is None or self.save_last or self._is_among_best(score):
             self._save(trainer, score)
@@ -376,7 +385,7 @@ class ModelCheckpoint(Callback):
         # Inside a window it is written at the window's end; on_checkpoint says when it is committed.
         self._written = Saved(path, trainer.global_step, score)
         self._decided_step = trainer.global_step
-        trainer.save_checkpoint(path, weights_only=self.save_weights_only)
+        trainer.save_checkpoint(path, weights_only=self.save_weights_only, asynchronous=self.asynchronous)
         if self.verbose:
             info(f"saving {path}" + ("" if score is None else f" with {self.monitor} = {score:g}"))
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
 
-from acclight.checkpoint import CheckpointError, Reader, latest, load_weights, ranks, verify, write
+from acclight.checkpoint import CheckpointError, Reader, files, latest, load_weights, ranks, verify, write
 from acclight.checkpoint import format as layout
 from tests.distributed import RankChecks, RanksFailed, run_ranks
 
@@ -275,9 +275,9 @@ def full_disk(*args: Any, **kwargs: Any) -> Any:
 @pytest.mark.parametrize(
     ("target", "file"),
     [
-        ("torch.distributed.checkpoint.filesystem.FileSystem.create_stream", "model/shard-00002"),
+        ("os.fsync", "model/shard-00002"),
         ("acclight.checkpoint.files.write_file", ""),
-        ("acclight.checkpoint.files.digest", ""),
+        ("acclight.checkpoint.files.write_tensors", ""),
     ],
 )
 @on_two_ranks
@@ -314,7 +314,7 @@ def test_ctrl_c_on_one_rank(tmp_path: Path) -> None:
     rank = dist.get_rank()
     with pytest.MonkeyPatch.context() as patched:
         if rank == 1:
-            patched.setattr("torch.distributed.checkpoint.filesystem.FileSystem.create_stream", interrupt)
+            patched.setattr("acclight.checkpoint.files.NewFile.write", interrupt)
         with pytest.raises(KeyboardInterrupt if rank == 1 else CheckpointError):
             save(tmp_path / "c")
     dist.barrier()
@@ -361,9 +361,7 @@ def die_in_the_second_save(folder: str, where: str) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
     if where == "rank 1, inside a shard" and dist.get_rank() == 1:
-        from torch.distributed.checkpoint.filesystem import FileSystem
-
-        FileSystem.create_stream = die  # type: ignore[method-assign]
+        files.NewFile.write = die  # type: ignore[method-assign]
     if where == "rank 0, before the manifest" and dist.get_rank() == 0:
         layout.write_manifest = die
     save(Path(folder) / "step-2", 2)

@@ -694,15 +694,11 @@ if where == "before the manifest":
 elif where == "before the rename":
     os.rename = die
 elif where == "inside a file":
-    import io
-    from torch.distributed.checkpoint.filesystem import FileSystem
-    stream = FileSystem.create_stream
-    def half(self, path, mode):
-        with open(path, "wb") as file:
-            file.write(b"half")
-            file.flush()
+    write = files.NewFile.write
+    def half(self, content):
+        write(self, content[: len(content) // 2])
         die()
-    FileSystem.create_stream = half
+    files.NewFile.write = half
 save(folder / "step-2", step=2)
 """
 
@@ -807,10 +803,10 @@ def test_a_file_that_the_system_cuts_short(tmp_path: Path) -> None:
 
 
 def test_ctrl_c_inside_a_save_leaves_as_ctrl_c(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupt(self: Any, path: Any, mode: str) -> None:
+    def interrupt(self: Any, content: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("torch.distributed.checkpoint.filesystem.FileSystem.create_stream", interrupt)
+    monkeypatch.setattr(files.NewFile, "write", interrupt)
     with pytest.raises(KeyboardInterrupt):
         save(tmp_path / "step-1")
     assert list(tmp_path.iterdir()) == []

@@ -6,24 +6,117 @@ import errno
 import hashlib
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+import torch
+from safetensors.torch import _TYPES
 
 from acclight.checkpoint.errors import CheckpointError
 
 MAX_JSON_BYTES = 256 * 2**20
 MAX_HEADER_BYTES = 100_000_000  # what the safetensors library itself accepts
+_DTYPE_NAMES = {dtype: name for name, dtype in _TYPES.items()}
+_AT_ONCE = 8 * 2**20
 
 
-def write_file(path: Path, content: bytes) -> None:
-    """Write a new file and force it to the disk; an error names the file."""
-    try:
-        with open(path, "xb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-    except OSError as exc:
-        raise CheckpointError(f"cannot write {path}: {exc}") from exc
+class NewFile:
+    """A file that is written once, hashed meanwhile, and forced to the disk; errors name it.
+
+    Args:
+        path: Where nothing is yet.
+
+    Attributes:
+        size: Bytes written so far.
+        sha256: Of what was written, in hexadecimal; there once the context has ended.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.size = 0
+        self.sha256 = ""
+        self._hash = hashlib.sha256()
+
+    def __enter__(self) -> NewFile:
+        try:
+            self._file = open(self.path, "xb", buffering=0)  # closed by __exit__
+        except OSError as exc:
+            raise self._error(exc) from exc
+        return self
+
+    def write(self, content: bytes | memoryview) -> None:
+        """Adds to the file."""
+        left = memoryview(content)
+        try:
+            while left:
+                written = self._file.write(left[:_AT_ONCE])
+                self._hash.update(left[:written])
+                self.size += written
+                left = left[written:]
+        except OSError as exc:
+            raise self._error(exc) from exc
+
+    def __exit__(self, *error: object) -> None:
+        try:
+            with self._file:
+                if error[0] is None:
+                    os.fsync(self._file.fileno())
+        except OSError as exc:
+            raise self._error(exc) from exc
+        self.sha256 = self._hash.hexdigest()
+
+    def _error(self, exc: OSError) -> CheckpointError:
+        return CheckpointError(f"cannot write {self.path}: {exc}")
+
+
+def write_file(path: Path, content: bytes) -> dict[str, Any]:
+    """Write a new file and force it to the disk; an error names the file.
+
+    Returns:
+        Its entry in the manifest.
+    """
+    with NewFile(path) as file:
+        file.write(content)
+    return {"size": file.size, "sha256": file.sha256}
+
+
+def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> dict[str, Any]:
+    """Write a new safetensors file from the tensors' own memory, so that no second copy of them ever exists.
+
+    The library's own writer makes one: it takes a file's content as a whole. The format is that of
+    https://github.com/huggingface/safetensors: the header's length (8 bytes, little-endian), the header (JSON), the data.
+
+    Args:
+        path: Where nothing is yet.
+        tensors: On any device; one that is not on the CPU is copied there while it is written.
+        metadata: Of the whole file.
+
+    Returns:
+        Its entry in the manifest.
+    """
+    # The widest elements first, as the library does, so that every tensor is aligned.
+    order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+    header: dict[str, Any] = {"__metadata__": dict(metadata)}
+    begin = 0
+    for name in order:
+        tensor = tensors[name]
+        end = begin + tensor.numel() * tensor.element_size()
+        header[name] = {
+            "dtype": _DTYPE_NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [begin, end],
+        }
+        begin = end
+    head = json.dumps(header).encode()
+    head += b" " * (-len(head) % 8)
+    with NewFile(path) as file:
+        file.write(len(head).to_bytes(8, "little") + head)
+        for name in order:
+            if tensors[name].numel():
+                plain = tensors[name].detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+                file.write(plain.numpy().data)
+    return {"size": file.size, "sha256": file.sha256}
 
 
 def sync_folder(path: Path) -> None:

@@ -17,20 +17,21 @@ import acclight
 from acclight.checkpoint.errors import CheckpointError
 from acclight.checkpoint.ranks import agree, meet
 from acclight.checkpoint.reader import Reader
-from acclight.checkpoint.writer import write
+from acclight.checkpoint.writer import Writing, begin
 from acclight.messages import warn
 
 if TYPE_CHECKING:
     from acclight.trainer import Trainer
 
 
-def save(trainer: Trainer, path: Path, *, weights_only: bool) -> Path:
-    """Writes the Trainer's whole state as a checkpoint. Collective.
+def take(trainer: Trainer, path: Path, *, weights_only: bool, copy: bool) -> Writing:
+    """Takes the Trainer's whole state, to be written as a checkpoint. Collective.
 
     Args:
         trainer: In fit, at the end of a window or in an evaluation.
         path: The folder to make.
         weights_only: Leave out optimizers, schedulers and random state.
+        copy: Training goes on before it is written.
     """
     module, strategy = trainer.module, trainer.core.strategy
     path = Path(os.path.abspath(path))
@@ -44,7 +45,7 @@ def save(trainer: Trainer, path: Path, *, weights_only: bool) -> Path:
     tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
     # What the user's own hooks raise on one rank, all ranks hear of.
     document = agree(what, lambda: _document(trainer, tied, extra_state, weights_only=weights_only))
-    return write(
+    return begin(
         path,
         model=model,
         optimizer=tensors,
@@ -53,6 +54,7 @@ def save(trainer: Trainer, path: Path, *, weights_only: bool) -> Path:
         schedulers=[] if weights_only else [dict(c.scheduler.state_dict()) for c in trainer.lr_scheduler_configs],
         data=trainer.data.state_dict() if trainer.data is not None else {},
         rng={} if weights_only else trainer.paused_random_state or random_state(),
+        copy=copy,
     )
 
 

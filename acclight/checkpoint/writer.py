@@ -7,11 +7,10 @@ import re
 import shutil
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import safetensors.torch
 import torch
 
 from acclight.checkpoint import files
@@ -20,10 +19,26 @@ from acclight.checkpoint.errors import CheckpointError
 from acclight.checkpoint.ranks import agree, gather, meet, rank_and_size, warn
 from acclight.checkpoint.values import encode
 
+if TYPE_CHECKING:
+    from acclight.checkpoint.shards import Piece
+
 _ABANDONED_SECONDS = 24 * 3600
 
 
-def write(
+def write(path: str | os.PathLike[str], **contents: Any) -> Path:
+    """Write and commit a checkpoint at `path`: `begin`, and at once `Writing.finish`. Collective.
+
+    Args:
+        path: The folder to make.
+        contents: As `begin` takes them.
+
+    Returns:
+        The absolute path of the checkpoint.
+    """
+    return begin(path, **contents).finish()
+
+
+def begin(
     path: str | os.PathLike[str],
     *,
     model: Mapping[str, torch.Tensor],
@@ -33,11 +48,11 @@ def write(
     schedulers: Sequence[Mapping[str, Any]],
     data: Mapping[str, Any],
     rng: Mapping[str, Any],
-) -> Path:
-    """Write and commit a checkpoint at `path`. Collective: every rank calls it with the same path.
+    copy: bool = False,
+) -> Writing:
+    """Take what belongs into a checkpoint, and make the temporary folder beside `path`. Collective.
 
-    Nothing is at `path` until all of it is on the disk. When any rank fails, the temporary folder is deleted and every
-    rank raises. Temporary folders of runs that died are deleted by the next save beside them.
+    Every rank calls it with the same path. Temporary folders of runs that died are deleted by the next save beside them.
 
     Args:
         path: the folder to make. A good checkpoint there is never written over; a damaged one is replaced.
@@ -51,12 +66,10 @@ def write(
         schedulers: one state per scheduler.
         data: the position in the data.
         rng: this rank's own random state.
-
-    Returns:
-        The absolute path of the checkpoint.
+        copy: take a copy, on the CPU, of what this rank writes, so that training may go on before `Writing.finish`.
 
     Raises:
-        CheckpointError: the place is taken, a file cannot be written, another rank failed, or (on rank 0) not every
+        CheckpointError: the place is taken or cannot be written to, another rank failed, or (on rank 0) not every
             rank called.
         TypeError: a value cannot be represented; the message holds its key path.
     """
@@ -79,30 +92,100 @@ def write(
         documents[layout.rng_name(rank) + ".json"] = encode(dict(rng), "rng", own)
 
     agree(what, prepare)
+    if rank != 0:  # of plain values rank 0's count; of a DTensor every rank has a part
+        tensors = {name: tensor for name, tensor in tensors.items() if _is_dtensor(tensor)}
+        documents = {name: value for name, value in documents.items() if name not in layout.DOCUMENTS}
+    folders = (layout.MODEL_FOLDER, layout.OPTIMIZER_FOLDER, layout.TENSORS_FOLDER)
+    planned = shards.pieces([(model, True), (optimizer, False), (tensors, True)])
+    agree(what, lambda: _check_tied(trainer.get("tied"), planned[0][1]) if rank == 0 else None)
     temporary = gather(agree(what, lambda: _make_temporary(path) if rank == 0 else path))[0]
+    writing = Writing(
+        path,
+        temporary,
+        {folder: parts for folder, (parts, _) in zip(folders, planned, strict=True)},
+        documents,
+        {name: tensor.detach().cpu().clone() for name, tensor in own.items()},
+    )
     try:
         agree(what, lambda: _check_shared(temporary))
-        if rank != 0:  # of plain values rank 0's count; of a DTensor every rank has a part
-            tensors = {name: tensor for name, tensor in tensors.items() if _is_dtensor(tensor)}
-            documents = {name: value for name, value in documents.items() if name not in layout.DOCUMENTS}
-        stored: dict[str, set[str]] = {layout.MODEL_FOLDER: set()}
-        for folder, given, lowest_rank_writes in (
-            (layout.MODEL_FOLDER, model, True),
-            (layout.OPTIMIZER_FOLDER, optimizer, False),
-            (layout.TENSORS_FOLDER, tensors, True),
-        ):
-            if any(gather(bool(given))):
-                stored[folder] = shards.save_tensors(temporary / folder, given, lowest_rank_writes=lowest_rank_writes)
-        agree(what, lambda: _check_tied(trainer.get("tied"), stored[layout.MODEL_FOLDER]))
-        entries = agree(what, lambda: _finish_own_files(temporary, rank, documents, own))
-        every = {name: entry for part in gather(entries) for name, entry in part.items()}
-        agree(what, lambda: _commit(temporary, path, every) if rank == 0 else None)
+        if copy:
+            agree(what, writing.copy)
     except BaseException:
-        if rank == 0:
-            # A failing disk may refuse this too: the error that is raised says why, and the next save tries again.
-            shutil.rmtree(temporary, ignore_errors=True)
+        writing.discard()
         raise
-    return path
+    return writing
+
+
+class Writing:
+    """A checkpoint whose content is fixed, and that is not on the disk yet; `begin` makes it.
+
+    Attributes:
+        path: Where it will be.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        temporary: Path,
+        parts: Mapping[str, list[Piece]],
+        documents: Mapping[str, Any],
+        own: Mapping[str, torch.Tensor],
+    ) -> None:
+        self.path = path
+        self._temporary = temporary
+        self._parts = dict(parts)
+        self._documents = documents
+        self._own = own
+
+    def copy(self) -> None:
+        """Let go of the tensors that were given: keep copies of this rank's parts, on the CPU."""
+        self._parts = {folder: [part.copied() for part in parts] for folder, parts in self._parts.items()}
+
+    def finish(self, gather: Callable[[Any], list[Any]] = gather) -> Path:
+        """Write this rank's files, and commit on rank 0 once all ranks have theirs on the disk.
+
+        Nothing is at the path until all of it is there. When any rank fails, the temporary folder is deleted and every rank
+        raises.
+
+        Args:
+            gather: How the ranks learn of each other. Default: a collective.
+
+        Returns:
+            The absolute path of the checkpoint.
+
+        Raises:
+            CheckpointError: a file cannot be written, or another rank failed.
+        """
+        rank, what = rank_and_size()[0], f"saving {self.path}"
+        try:
+            entries = agree(what, lambda: self._write_files(rank), gather)
+            every = {name: entry for part in gather(entries) for name, entry in part.items()}
+            agree(what, lambda: _commit(self._temporary, self.path, every) if rank == 0 else None, gather)
+        except BaseException:
+            self.discard()
+            raise
+        return self.path
+
+    def discard(self) -> None:
+        """Delete what was written, where it is not committed."""
+        if rank_and_size()[0] == 0:
+            # A failing disk may refuse this too: the error that is raised says why, and the next save tries again.
+            shutil.rmtree(self._temporary, ignore_errors=True)
+
+    def _write_files(self, rank: int) -> dict[str, dict[str, Any]]:
+        """Write this rank's files; returns their entries in the manifest."""
+        from acclight.checkpoint.shards import write_pieces
+
+        entries: dict[str, dict[str, Any]] = {}
+        for folder, parts in self._parts.items():
+            entries |= write_pieces(self._temporary / folder, rank, parts)
+        self._parts.clear()  # copies are as large as the model
+        for name, value in self._documents.items():
+            entries[name] = files.write_file(self._temporary / name, files.to_json(value))
+        if self._own:
+            name = layout.rng_name(rank) + ".safetensors"
+            entries[name] = files.write_tensors(self._temporary / name, self._own, {})
+        return entries
 
 
 def _refuse_unsavable(model: Mapping[str, torch.Tensor], optimizer: Mapping[str, torch.Tensor]) -> None:
@@ -212,28 +295,6 @@ def _is_alive(pid: int) -> bool:
     except PermissionError:
         return True
     return True
-
-
-def _finish_own_files(
-    temporary: Path, rank: int, documents: Mapping[str, Any], own: Mapping[str, torch.Tensor]
-) -> dict[str, dict[str, Any]]:
-    """Write this rank's JSON files and random state, and return the manifest's entries for all that this rank wrote."""
-    from acclight.checkpoint.shards import shard_name
-
-    for name, value in documents.items():
-        files.write_file(temporary / name, files.to_json(value))
-    names = list(documents)
-    if own:
-        name = layout.rng_name(rank) + ".safetensors"
-        content = {key: tensor.detach().cpu().clone().contiguous() for key, tensor in own.items()}
-        files.write_file(temporary / name, safetensors.torch.save(content))
-        names.append(name)
-    for folder in (layout.MODEL_FOLDER, layout.OPTIMIZER_FOLDER, layout.TENSORS_FOLDER):
-        if (temporary / folder / shard_name(rank)).exists():
-            names.append(f"{folder}/{shard_name(rank)}")
-    return {
-        name: {"size": (temporary / name).stat().st_size, "sha256": files.digest(temporary / name)} for name in names
-    }
 
 
 def _commit(temporary: Path, path: Path, entries: dict[str, dict[str, Any]]) -> None:

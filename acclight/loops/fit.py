@@ -83,6 +83,7 @@ class FitLoop:
                 if not progress.epoch_done:
                     break
                 self.ask_all(now=True)
+            trainer.finish_saving()
             if self.preempted is not None:
                 info(f"{self.preempted.name} came: stopping at step {progress.global_step}")
                 if trainer.checkpoint_callback is not None:
@@ -98,16 +99,21 @@ class FitLoop:
         return self.watch.signum if self.watch.received else self.preempted
 
     def ask_all(self, *, now: bool = False) -> None:
-        """Learns what any rank wants: to stop, that the time is over, or that a signal has come."""
+        """Learns what any rank knows: a wish to stop, that the time is over, a signal has come, a checkpoint is written."""
         trainer = self.trainer
         limit = trainer.max_time_seconds
         late = limit is not None and time.monotonic() - self.started >= limit
-        self.stop_agreed, late, signalled = self.agreement.ask(trainer.should_stop, late, self.watch.received, now=now)
+        saved = trainer.saving is not None and trainer.saving.ended
+        self.stop_agreed, late, signalled, saved = self.agreement.ask(
+            trainer.should_stop, late, self.watch.received, saved, now=now
+        )
         self.time_over = self.time_over or late
         if self.stop_agreed:
             trainer.should_stop = True
         if signalled:
             self.preempted = self.watch.signum
+        if saved:
+            trainer.finish_saving()
 
     def limit_reached(self) -> str | None:
         """Which limit ends the training now, in words; None to go on."""

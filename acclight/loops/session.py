@@ -11,11 +11,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from acclight.loggers import guarded
+from acclight.messages import warn
 
 if TYPE_CHECKING:
     from acclight.datamodule import DataModule
     from acclight.module import TrainModule
     from acclight.trainer import Trainer
+
+# How long a checkpoint that is being written may take once the training has failed: a launcher kills 30 s later.
+_LAST_SAVE_SECONDS = 15.0
 
 
 @contextmanager
@@ -65,6 +69,11 @@ def _teardown(
     trainer: Trainer, state: str, module: TrainModule, datamodule: DataModule | None, *, failed: bool
 ) -> None:
     """Every part is torn down, whatever another one raises."""
+    if trainer.saving is not None:
+        # The other ranks may be gone, so that it would never be complete.
+        if problem := trainer.saving.give_up(_LAST_SAVE_SECONDS):
+            warn(f"the checkpoint {trainer.saving.path} was being written when {state} ended, and is lost: {problem}")
+        trainer.saving = None
     status = "interrupted" if trainer.interrupted else "failed" if failed else "success"
     try:
         _attempt(
