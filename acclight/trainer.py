@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import os
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,21 +21,20 @@ from acclight.loggers.choose import make_loggers
 from acclight.logging import MetricStore, Shown
 from acclight.loops.evaluate import evaluate
 from acclight.loops.fit import FitLoop
+from acclight.loops.fit_loaders import FitLoaders
 from acclight.loops.manual import ManualOptimization, check_manual
 from acclight.loops.optimizers import SchedulerConfig, read_optimizers
 from acclight.loops.pause import paused_training
 from acclight.loops.predict import predict
 from acclight.loops.progress import Progress as Counts
-from acclight.loops.reading import evaluation_data, training_data, unshuffled_in_fit
-from acclight.loops.validation import FitValidation
+from acclight.loops.reading import evaluation_data, evaluation_loaders
+from acclight.loops.session import session
 from acclight.messages import info, warn
 from acclight.startup import announce
 from acclight.strategies.compiling import unwrapped
 from acclight.strategies.resolve import launched_accumulation, resolve_strategy
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from accelerate import Accelerator, ParallelismConfig
     from accelerate.tracking import GeneralTracker
 
@@ -47,6 +42,7 @@ if TYPE_CHECKING:
     from acclight.data import EvalData, TrainData
     from acclight.datamodule import DataModule
     from acclight.loggers import Logger
+    from acclight.loops.validation import FitValidation
     from acclight.module import TrainModule
     from acclight.strategies import Strategy
 
@@ -180,9 +176,6 @@ class Trainer:
         }  # fmt: skip
         self.overfit_batches = overfit_batches
         self.reload_dataloaders_every_n_epochs = reload_dataloaders_every_n_epochs
-        #: The epoch whose start gave the loaders of this fit, and what fit was given in place of hooks.
-        self._loaded_at = 0
-        self._given_loaders: tuple[Any, Any] = (None, None)
         self.deterministic = deterministic
         self.detect_anomaly = detect_anomaly
         self.inference_mode = inference_mode
@@ -202,6 +195,8 @@ class Trainer:
         #: What the running evaluation reads, or in fit its validations.
         self.eval_data: dict[str, EvalData] = {}
         self.validation: FitValidation | None = None
+        #: Those of the fit that runs.
+        self.loaders: FitLoaders | None = None
         self.datamodule: DataModule | None = None
         self.hooks: Hooks
         self.manual: ManualOptimization
@@ -283,15 +278,13 @@ class Trainer:
         )
         arguments.check_ckpt_path(ckpt_path)
         module = self._module_for("fit", module)
-        with self._running("fit", module, datamodule):
+        with session(self, "fit", module, datamodule):
             if self.manual_optimization:
                 check_manual(self)
             begun = self._begun_epoch(module)
             reader = snapshot.find(self, ckpt_path)
-            self._given_loaders = train_dataloaders, val_dataloaders
-            with self._at_last_reload(module, reader):
-                self._load_training()
-                self._load_validation()
+            self.loaders = FitLoaders(self, train_dataloaders, val_dataloaders)
+            self.loaders.load(self._first_counts(module, reader))
             assert self.data is not None
             if begun is not None and begun["dataset"] == self.data.state_dict()["dataset"]:
                 self.data.load_state_dict(begun)
@@ -354,8 +347,8 @@ class Trainer:
         """
         dataloaders, datamodule = arguments.loaders_and_datamodule("predict", "dataloaders", dataloaders, datamodule)
         arguments.check_ckpt_path(ckpt_path)
-        with self._running("predict", self._module_for("predict", module), datamodule):
-            self.eval_data = evaluation_data(self, "predict", self._eval_loaders("predict", dataloaders))
+        with session(self, "predict", self._module_for("predict", module), datamodule):
+            self.eval_data = evaluation_data(self, "predict", evaluation_loaders(self, "predict", dataloaders))
             self._prepare(training=False)
             self._load_weights(ckpt_path)
             with paused_training(self, "predict"):
@@ -625,70 +618,12 @@ class Trainer:
         while self._pending_saves:
             self._save(*self._pending_saves.pop(0))
 
-    def reload_if_due(self) -> bool:
-        """At the start of an epoch: calls the loader hooks again, where the epoch is one to do so. Collective."""
-        epoch = self._reload_epoch(self.current_epoch)
-        if epoch == self._loaded_at or None not in self._given_loaders:
-            return False
-        self._loaded_at = epoch
-        assert self.data is not None
-        if self._given_loaders[0] is None:
-            self.data.close()
-            self._load_training(seed=self.data.seed)
-        for data in self.eval_data.values():
-            data.close()
-        # With loaders that were given, too: a fraction of an epoch may be another number of steps now.
-        self._load_validation()
-        return True
-
     # -- wiring ---------------------------------------------------------------------------------------------------------
 
-    @contextmanager
-    def _running(self, state: str, module: TrainModule, datamodule: DataModule | None) -> Iterator[None]:
-        """What surrounds fit, validate, test and predict: set-up, exceptions, and everything put back afterwards."""
-        if self.state is not None:
-            raise RuntimeError(f"{state} was called while {self.state} runs: wait for it to end")
-        stack = ExitStack()
-        with stack:
-            stack.enter_context(self.core.active())
-            stack.enter_context(self._numerics())
-            self._module = module
-            self.datamodule = datamodule
-            self._attach(module)
-            self.state = state
-            if datamodule is not None:
-                datamodule.trainer = self
-            self.core.begin_run()
-            self.metrics.begin_run(module)
-            self.forget_metrics()
-            self.should_stop = self.interrupted = False
-            failed = True
-            try:
-                with self.core.local_first():
-                    for owner in (datamodule, module) if self.core.local_rank == 0 else ():
-                        if owner is not None:
-                            owner.prepare_data()
-                if datamodule is not None:
-                    datamodule.setup(state)
-                for callback in self.callbacks:
-                    callback.setup(self, module, state)
-                module.setup(state)
-                yield
-                failed = False
-            except BaseException as error:
-                self.interrupted = isinstance(error, KeyboardInterrupt)
-                elsewhere = self.core.failed_elsewhere(error)
-                if elsewhere is not None:
-                    # A lost connection, say, is the other rank's exit, seen from here.
-                    error.add_note(elsewhere)
-                self._after_exception(error)
-                raise
-            finally:
-                self._teardown(state, module, datamodule, failed=failed)
-            self.core.end_run()
-
-    def _attach(self, module: TrainModule) -> None:
+    def begin_session(self, state: str, module: TrainModule, datamodule: DataModule | None) -> None:
         """Binds the module to this Trainer: its callbacks, once for each module, and its hooks."""
+        self._module = module
+        self.datamodule = datamodule
         module._trainer = self
         try:
             if self._callbacks_of is not module:
@@ -696,69 +631,28 @@ class Trainer:
                 self._callbacks_of = module
             self.hooks = Hooks(self, module, self.callbacks)
             names = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
-            self._transfers = [getattr(self.datamodule, name, None) or getattr(module, name) for name in names]
+            self._transfers = [getattr(datamodule, name, None) or getattr(module, name) for name in names]
         except BaseException:
             module._trainer = None
             raise
+        self.state = state
+        if datamodule is not None:
+            datamodule.trainer = self
+        self.core.begin_run()
+        self.metrics.begin_run(module)
+        self.forget_metrics()
+        self.should_stop = self.interrupted = False
 
-    def _after_exception(self, error: BaseException) -> None:
-        self._attempt([functools.partial(call, error) for call in self.hooks.on_exception], underway=True)
-
-    def _teardown(self, state: str, module: TrainModule, datamodule: DataModule | None, *, failed: bool) -> None:
-        """Every part is torn down, whatever another one raises."""
-        status = "interrupted" if self.interrupted else "failed" if failed else "success"
-        try:
-            self._attempt(
-                [
-                    *([functools.partial(datamodule.teardown, state)] if datamodule is not None else []),
-                    *(functools.partial(callback.teardown, self, module, state) for callback in self.callbacks),
-                    functools.partial(module.teardown, state),
-                    *([functools.partial(guarded.finish, self.loggers, status)] if self.is_global_zero else []),
-                    *(data.close for data in ([] if self.data is None else [self.data])),
-                    *(data.close for data in self.eval_data.values()),
-                ],
-                underway=failed,
-            )
-        finally:
-            self._given_loaders = None, None
-            self.state = None
-            self._loop = None
-            self._pending_saves = []
-            self.metrics.end_window()
-            module._trainer = None
-            if datamodule is not None:
-                datamodule.trainer = None
-
-    @staticmethod
-    def _attempt(calls: Sequence[Callable[[], Any]], *, underway: bool) -> None:
-        """Makes all of some calls, whatever one raises; then the first exception leaves, unless one is on its way already.
-
-        An interrupt (Ctrl-C, `sys.exit`) leaves in any case: a request to end is never hidden.
-        """
-        raised: list[tuple[str, BaseException]] = []
-        for call in calls:
-            try:
-                call()
-            except BaseException as error:
-                raised.append((getattr(getattr(call, "func", call), "__qualname__", repr(call)), error))
-        interrupts = [one for _, one in raised if not isinstance(one, Exception)]
-        leaving = next(iter(interrupts or [one for _, one in raised if not underway]), None)
-        for name, one in raised:
-            if one is not leaving:
-                warnings.warn(f"{name} itself raised {type(one).__name__}: {one}", stacklevel=3)
-        if leaving is not None:
-            raise leaving
-
-    @contextmanager
-    def _numerics(self) -> Iterator[None]:
-        before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-        if self.deterministic:
-            torch.use_deterministic_algorithms(True, warn_only=self.deterministic == "warn")
-        try:
-            with torch.autograd.set_detect_anomaly(self.detect_anomaly):
-                yield
-        finally:
-            torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+    def end_session(self) -> None:
+        """Lets go of the module and of what belonged to the run."""
+        self.state = None
+        self.loaders = None
+        self._loop = None
+        self._pending_saves = []
+        self.metrics.end_window()
+        self.module._trainer = None
+        if self.datamodule is not None:
+            self.datamodule.trainer = None
 
     def _prepare(self, *, training: bool, resumed: Reader | None = None) -> None:
         """Creates the model's last parts and the optimizers, and wraps them; a module that is wrapped already stays so.
@@ -790,70 +684,13 @@ class Trainer:
         self.manual = ManualOptimization(self)
         self._prepared = module, training
 
-    def _reload_epoch(self, epoch: int) -> int:
-        """The newest epoch, up to this one, at whose start loaders are made."""
-        n = self.reload_dataloaders_every_n_epochs
-        return epoch // n * n if n else 0
-
-    @contextmanager
-    def _at_last_reload(self, module: TrainModule, reader: Reader | None) -> Iterator[None]:
-        """Where loaders are made anew every n epochs, the hooks see the epoch in which a run without a break has called them."""
-        if not self.reload_dataloaders_every_n_epochs:
-            yield
-            return
-        before = self.progress
-        counts = before if self._prepared is not None and self._prepared[0] is module else Counts()
+    def _first_counts(self, module: TrainModule, reader: Reader | None) -> Counts:
+        """Where the fit that comes will begin."""
         if reader is not None and not reader.trainer.get("weights_only"):
             counts = Counts()
             counts.load_state_dict(reader.trainer["progress"])
-        self._loaded_at = self._reload_epoch(counts.epoch + counts.epoch_done)
-        self.progress = replace(counts, epoch=self._loaded_at, epoch_done=False)
-        try:
-            yield
-        finally:
-            self.progress = before
-
-    def _load_training(self, seed: int | None = None) -> None:
-        """Asks for the training loader.
-
-        Args:
-            seed: Of the order, which goes on; None for a new one.
-        """
-        source = self._source("train_dataloader", self._given_loaders[0])
-        if source is None:
-            raise ValueError("fit needs training data: give train_dataloaders or a datamodule with train_dataloader")
-        source = unshuffled_in_fit(self, "training", source)
-        self.data = training_data(self, source, seed)
-        self.core.check_window(self.accumulate_grad_batches, self.data.batch_size)
-
-    def _load_validation(self) -> None:
-        """Asks for the validation loaders."""
-        loaders = self._eval_loaders("val", self._given_loaders[1])
-        loaders = {name: unshuffled_in_fit(self, "validation", loader) for name, loader in loaders.items()}
-        self.validation = FitValidation(self, loaders)
-        self.eval_data = self.validation.data
-
-    def _source(self, name: str, given: Any) -> Any:
-        if given is not None:
-            return given
-        owner: Any = self.datamodule if self.datamodule is not None else self.module
-        make = getattr(owner, name, None)
-        return make() if make is not None else None
-
-    def _eval_loaders(self, name: str, given: Any) -> dict[str, Any]:
-        """The user's evaluation loaders by name; the name of a single one is empty."""
-        source = self._source(f"{name}_dataloader", given)
-        if source is None:
-            if self.state == "fit":
-                return {}
-            raise ValueError(
-                f"Trainer.{self.state} needs data: give dataloaders, or a datamodule with {name}_dataloader"
-            )
-        if isinstance(source, Mapping):
-            return dict(source)
-        if isinstance(source, (list, tuple)):
-            return {"" if len(source) == 1 else f"dataloader_idx_{i}": loader for i, loader in enumerate(source)}
-        return {"": source}
+            return counts
+        return self.progress if self._prepared is not None and self._prepared[0] is module else Counts()
 
     def _begun_epoch(self, module: TrainModule) -> dict[str, Any] | None:
         """Where an earlier fit of this module has left its data, in the middle of an epoch."""
@@ -893,8 +730,8 @@ class Trainer:
     ) -> list[dict[str, float]]:
         dataloaders, datamodule = arguments.loaders_and_datamodule(state, "dataloaders", dataloaders, datamodule)
         arguments.check_ckpt_path(ckpt_path)
-        with self._running(state, self._module_for(state, module), datamodule):
-            named = self._eval_loaders("val" if stage == "validation" else stage, dataloaders)
+        with session(self, state, self._module_for(state, module), datamodule):
+            named = evaluation_loaders(self, "val" if stage == "validation" else stage, dataloaders)
             self.eval_data = evaluation_data(self, stage, named)
             self._prepare(training=False)
             self._load_weights(ckpt_path)

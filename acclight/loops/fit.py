@@ -151,7 +151,7 @@ class FitLoop:
         if progress.epoch_done:
             progress.epoch += 1
             progress.epoch_done = False
-        if trainer.reload_if_due():
+        if trainer.loaders is not None and trainer.loaders.reload_if_due():
             assert trainer.data is not None
             assert trainer.validation is not None
             self.data, self.validation = trainer.data, trainer.validation

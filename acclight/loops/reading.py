@@ -19,6 +19,35 @@ if TYPE_CHECKING:
     from acclight.trainer import Trainer
 
 
+def asked_for(trainer: Trainer, name: str) -> Any:
+    """What the loader hook `name` of the data module gives, or without one that of the module; None where it is not defined."""
+    owner: Any = trainer.datamodule if trainer.datamodule is not None else trainer.module
+    make = getattr(owner, name, None)
+    return make() if make is not None else None
+
+
+def evaluation_loaders(trainer: Trainer, name: str, given: Any) -> dict[str, Any]:
+    """The user's evaluation loaders by name; the name of a single one is empty.
+
+    Args:
+        trainer: In a session; only fit can do without any.
+        name: "val", "test" or "predict".
+        given: What the user gave in place of the hook's; None to ask the hook.
+    """
+    loaders = asked_for(trainer, f"{name}_dataloader") if given is None else given
+    if loaders is None:
+        if trainer.state == "fit":
+            return {}
+        raise ValueError(
+            f"Trainer.{trainer.state} needs data: give dataloaders, or a datamodule with {name}_dataloader"
+        )
+    if isinstance(loaders, Mapping):
+        return dict(loaders)
+    if isinstance(loaders, (list, tuple)):
+        return {"" if len(loaders) == 1 else f"dataloader_idx_{i}": loader for i, loader in enumerate(loaders)}
+    return {"": loaders}
+
+
 def training_data(trainer: Trainer, loader: Any, seed: int | None = None) -> TrainData:
     """What this rank reads of the training loader.
 
