@@ -252,6 +252,16 @@ def test_ranks_with_different_numbers_of_batches_are_all_counted(strategy: str) 
     assert logs_x(own, strategy) == {"x": 13 / 8, "samples": 8.0, "ids": 13.0}
 
 
+@on_two_ranks
+@pytest.mark.parametrize("strategy", DISTRIBUTED)
+def test_a_rank_whose_own_loader_is_empty_joins_the_others(strategy: str) -> None:
+    trainer = quiet_trainer(strategy=strategy)
+    rows = torch.full((0 if trainer.global_rank == 0 else 3,), 2.0)
+    # Datasets that differ, and a plain list of batches: both tell their length.
+    for own in (DataLoader(rows, batch_size=2), [list(rows.split(2)) if len(rows) else []]):
+        assert logs_x(own, strategy) == {"x": 2.0, "samples": 3.0, "ids": 6.0}
+
+
 class Buckets(Sampler[list[int]]):
     batches = ([0], [1, 2], [3, 4, 5], [6])
 

@@ -605,3 +605,36 @@ def test_ranks_of_unequal_length_end_the_epoch_together() -> None:
     assert (trainer.global_step, module.ends) == (3, 0)
     assert {"loss", "val_loss"} <= trainer.callback_metrics.keys()
     assert trainer.progress.epoch_done
+
+
+class PlansAhead(Scalar):
+    """Its learning rate goes down to zero over the estimated number of steps."""
+
+    def configure_optimizers(self) -> Any:
+        self.estimate = self.trainer.estimated_stepping_batches
+        optimizer = torch.optim.SGD(self.parameters(), lr=1.0)
+        scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=int(self.estimate))
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+@on_two_ranks
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2", "deepspeed_stage_2"])
+def test_ranks_of_unequal_length_plan_the_same_training(strategy: str) -> None:
+    module, seen, recorder = PlansAhead(), Validations(), Recorder()
+    trainer = quiet_trainer(strategy=strategy, max_epochs=2, val_check_interval=0.5, callbacks=[seen, recorder])
+    batches = [torch.tensor([1.0])] * (4, 9)[trainer.global_rank]
+    trainer.fit(module, batches, [torch.tensor([1.0])])
+    # The shortest rank's 4 batches, twice; half of an epoch is 2 steps.
+    assert (trainer.global_step, module.estimate, trainer.estimated_stepping_batches) == (8, 8, 8)
+    assert seen.steps == [2, 4, 6, 8]
+    assert recorder.rates == pytest.approx([7 / 8, 6 / 8, 5 / 8, 4 / 8, 3 / 8, 2 / 8, 1 / 8, 0.0])
+
+
+@on_two_ranks
+def test_a_rank_whose_own_loader_is_empty_ends_the_training_of_all() -> None:
+    trainer, module = quiet_trainer(strategy="ddp", max_epochs=2), Scalar()
+    rank = trainer.global_rank
+    trainer.fit(module, [torch.tensor([1.0])] * (3, 0)[rank])
+    assert (trainer.global_step, module.losses) == (0, [])
+    trainer.fit(module, [torch.tensor([1.0])] * (3, 2)[rank])
+    assert trainer.global_step == 4
