@@ -208,7 +208,7 @@ def test_few_samples_on_two_ranks(strategy: str) -> None:
 
 
 @on_two_ranks
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2", "deepspeed_stage_3"])
 def test_a_limit_counts_each_sample_once(strategy: str) -> None:
     ids = DataLoader(torch.arange(9.0), batch_size=2)
     # A number is per rank, a fraction is of all batches.
@@ -289,7 +289,12 @@ class SeesBatches(Scalar):
 
 
 def whole_buckets(strategy: str, world: int, rank: int) -> None:
-    module, trainer = SeesBatches(), quiet_trainer(strategy=strategy)
+    buckets, module = Buckets(), SeesBatches()
+    trainer = quiet_trainer(strategy=strategy, max_epochs=3)
+    trainer.fit(module, DataLoader(torch.arange(7.0), batch_sampler=buckets))
+    assert [batch.int().tolist() for batch in module.batches] == 3 * list(Buckets.batches[rank::world])
+    assert trainer.num_training_batches == 4 // world
+    assert buckets.epochs == [0, 1, 2]
     [metrics] = trainer.validate(module, DataLoader(torch.arange(7.0), batch_sampler=Buckets()))
     assert metrics == {"x": 3.0}
     assert module.seen == list(Buckets.batches[rank::world])
