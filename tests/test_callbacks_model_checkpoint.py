@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader
 from acclight import Callback, Trainer, TrainModule, checkpoint
 from acclight.callbacks import EarlyStopping, ModelCheckpoint
 from acclight.callbacks.model_checkpoint import checkpoint_name
+from acclight.checkpoint import read_trainer
 
 # With x = 3 and lr = 0.5 the only weight goes 0, 1.5, 2.25, 2.625, 2.8125, ...: half of the way to 3 in each step.
 WEIGHTS = [3.0 * (1.0 - 0.5**step) for step in range(20)]
@@ -48,7 +49,7 @@ class Scalar(TrainModule):
 
 
 class Seen(Callback):
-    """Notes the step of every committed checkpoint, and which folders there are at that moment."""
+    """Notes the step of every committed checkpoint, and which folders there are then."""
 
     def __init__(self) -> None:
         self.steps: list[int] = []
@@ -56,7 +57,7 @@ class Seen(Callback):
 
     def on_checkpoint(self, trainer: Trainer, module: TrainModule, checkpoint: Path) -> None:
         assert (checkpoint / "manifest.json").exists()
-        self.steps.append(trainer.global_step)
+        self.steps.append(read_trainer(checkpoint)["global_step"])
         self.folders.append(names(checkpoint.parent))
 
 

@@ -208,7 +208,7 @@ def test_few_samples_on_two_ranks(strategy: str) -> None:
 
 
 @on_two_ranks
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2", "deepspeed_stage_3"])
 def test_a_limit_counts_each_sample_once(strategy: str) -> None:
     ids = DataLoader(torch.arange(9.0), batch_size=2)
     # A number is per rank, a fraction is of all batches.
@@ -252,6 +252,16 @@ def test_ranks_with_different_numbers_of_batches_are_all_counted(strategy: str) 
     assert logs_x(own, strategy) == {"x": 13 / 8, "samples": 8.0, "ids": 13.0}
 
 
+@on_two_ranks
+@pytest.mark.parametrize("strategy", DISTRIBUTED)
+def test_a_rank_whose_own_loader_is_empty_joins_the_others(strategy: str) -> None:
+    trainer = quiet_trainer(strategy=strategy)
+    rows = torch.full((0 if trainer.global_rank == 0 else 3,), 2.0)
+    # Datasets that differ, and a plain list of batches: both tell their length.
+    for own in (DataLoader(rows, batch_size=2), [list(rows.split(2)) if len(rows) else []]):
+        assert logs_x(own, strategy) == {"x": 2.0, "samples": 3.0, "ids": 6.0}
+
+
 class Buckets(Sampler[list[int]]):
     batches = ([0], [1, 2], [3, 4, 5], [6])
 
@@ -279,7 +289,12 @@ class SeesBatches(Scalar):
 
 
 def whole_buckets(strategy: str, world: int, rank: int) -> None:
-    module, trainer = SeesBatches(), quiet_trainer(strategy=strategy)
+    buckets, module = Buckets(), SeesBatches()
+    trainer = quiet_trainer(strategy=strategy, max_epochs=3)
+    trainer.fit(module, DataLoader(torch.arange(7.0), batch_sampler=buckets))
+    assert [batch.int().tolist() for batch in module.batches] == 3 * list(Buckets.batches[rank::world])
+    assert trainer.num_training_batches == 4 // world
+    assert buckets.epochs == [0, 1, 2]
     [metrics] = trainer.validate(module, DataLoader(torch.arange(7.0), batch_sampler=Buckets()))
     assert metrics == {"x": 3.0}
     assert module.seen == list(Buckets.batches[rank::world])

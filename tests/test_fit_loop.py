@@ -73,11 +73,23 @@ def test_tokens_weigh_the_same_over_ranks(strategy: str) -> None:
 
 
 @on_two_ranks
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("strategy", DISTRIBUTED)
 def test_a_loss_sum_weighs_the_same_over_ranks(strategy: str) -> None:
     trainer = quiet_trainer(strategy=strategy, max_steps=1, accumulate_grad_batches=2)
     trainer.fit(Ragged("loss_sum"), padded([1], [3, 3, 3], [2, 2], [4, 4, 4, 4]))
     assert float(whole(trainer, "w")) == pytest.approx(0.300, abs=1e-6)
+
+
+@on_two_ranks
+@pytest.mark.parametrize("form", ["count_items", "loss_sum"])
+@pytest.mark.parametrize("strategy", DISTRIBUTED)
+def test_tokens_of_a_short_window_weigh_the_same_over_ranks(strategy: str, form: str) -> None:
+    module = RaggedCounted() if form == "count_items" else Ragged(form)
+    trainer = quiet_trainer(strategy=strategy, max_epochs=1, accumulate_grad_batches=2)
+    trainer.fit(module, padded([1], [3, 3, 3], [], [4, 4, 4, 4], [5], [6, 6, 6]))
+    # 8 tokens of 26 together: w = 0.325; then the short window's 4 tokens of 23.
+    assert trainer.global_step == 2
+    assert float(whole(trainer, "w")) == pytest.approx(0.325 - 0.1 * (0.325 - 23 / 4), abs=1e-6)
 
 
 class OwnDict(dict[str, Any]):
@@ -125,14 +137,24 @@ def test_the_last_short_window_on_two_ranks(strategy: str) -> None:
     assert module.losses[0] == 0.5
 
 
-def test_an_epoch_shorter_than_the_window_steps_at_its_end() -> None:
-    trainer = quiet_trainer(strategy="single", max_epochs=4, accumulate_grad_batches=4)
+def epochs_shorter_than_the_window(strategy: str, world: int) -> None:
+    trainer = quiet_trainer(strategy=strategy, max_epochs=4, accumulate_grad_batches=4)
     module = Scalar()
-    trainer.fit(module, repeated([1.0, 3.0], 1))
+    trainer.fit(module, repeated([1.0, 3.0], world))
     assert trainer.global_step == 4
     assert trainer.estimated_stepping_batches == 4
     # Each gradient is averaged over 2: w <- w - 0.5 (w - 2), four times from 0.
-    assert float(module.w.detach()) == pytest.approx(2.0 - 2.0 * 0.5**4)
+    assert float(whole(trainer, "w")) == pytest.approx(2.0 - 2.0 * 0.5**4)
+
+
+def test_an_epoch_shorter_than_the_window_steps_at_its_end() -> None:
+    epochs_shorter_than_the_window("single", 1)
+
+
+@on_two_ranks
+@pytest.mark.parametrize("strategy", DISTRIBUTED)
+def test_an_epoch_shorter_than_the_window_steps_at_its_end_on_two_ranks(strategy: str) -> None:
+    epochs_shorter_than_the_window(strategy, 2)
 
 
 @pytest.mark.parametrize(
@@ -171,14 +193,24 @@ class Scheduled(Scalar):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
 
-def test_max_steps_counts_optimizer_steps() -> None:
+def steps_up_to_a_limit(strategy: str, world: int) -> None:
     module, ends = Scheduled(), Ends()
-    trainer = quiet_trainer(strategy="single", max_steps=3, accumulate_grad_batches=2, callbacks=ends)
-    trainer.fit(module, repeated([1.0] * 10, 1))
+    trainer = quiet_trainer(strategy=strategy, max_steps=3, accumulate_grad_batches=2, callbacks=ends)
+    trainer.fit(module, repeated([1.0] * 10, world))
     assert len(module.batches) == 6
     assert trainer.global_step == 3
     assert trainer.lr_scheduler_configs[0].scheduler.last_epoch == 3
     assert ends.train_ends == 1
+
+
+def test_max_steps_counts_optimizer_steps() -> None:
+    steps_up_to_a_limit("single", 1)
+
+
+@on_two_ranks
+@pytest.mark.parametrize("strategy", DISTRIBUTED)
+def test_max_steps_counts_optimizer_steps_on_two_ranks(strategy: str) -> None:
+    steps_up_to_a_limit(strategy, 2)
 
 
 def rates_of_four_steps(strategy: str, world: int) -> None:
@@ -220,12 +252,22 @@ class Plateau(Scalar):
         return {"optimizer": optimizer, "lr_scheduler": entry}
 
 
-def test_a_plateau_scheduler_steps_on_fresh_values_only() -> None:
-    trainer = quiet_trainer(strategy="single", max_epochs=4, check_val_every_n_epoch=2)
-    trainer.fit(Plateau(), repeated([1.0], 1), repeated([1.0], 1))
+def fresh_values_only(strategy: str, world: int) -> None:
+    trainer = quiet_trainer(strategy=strategy, max_epochs=4, check_val_every_n_epoch=2)
+    trainer.fit(Plateau(), repeated([1.0], world), repeated([1.0], 1))
     # After epochs 2 and 4: the second is no better than the first.
     assert trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.1)
     assert trainer.lr_scheduler_configs[0].scheduler.last_epoch == 2
+
+
+def test_a_plateau_scheduler_steps_on_fresh_values_only() -> None:
+    fresh_values_only("single", 1)
+
+
+@on_two_ranks
+@pytest.mark.parametrize("strategy", DISTRIBUTED)
+def test_a_plateau_scheduler_steps_on_fresh_values_only_on_two_ranks(strategy: str) -> None:
+    fresh_values_only(strategy, 2)
 
 
 def test_a_missing_plateau_metric_is_an_error_at_the_first_validation() -> None:
@@ -270,8 +312,9 @@ def test_validation_intervals_count_optimizer_steps(interval: float, steps: list
 
 
 @on_two_ranks
-def test_validation_intervals_are_the_same_on_two_ranks() -> None:
-    assert validations("ddp", 2, 2) == [2, 4, 6, 8]
+@pytest.mark.parametrize("strategy", DISTRIBUTED)
+def test_validation_intervals_are_the_same_on_two_ranks(strategy: str) -> None:
+    assert validations(strategy, 2, 2) == [2, 4, 6, 8]
 
 
 # --- clipping ----------------------------------------------------------------------------------------------------------
@@ -605,3 +648,36 @@ def test_ranks_of_unequal_length_end_the_epoch_together() -> None:
     assert (trainer.global_step, module.ends) == (3, 0)
     assert {"loss", "val_loss"} <= trainer.callback_metrics.keys()
     assert trainer.progress.epoch_done
+
+
+class PlansAhead(Scalar):
+    """Its learning rate goes down to zero over the estimated number of steps."""
+
+    def configure_optimizers(self) -> Any:
+        self.estimate = self.trainer.estimated_stepping_batches
+        optimizer = torch.optim.SGD(self.parameters(), lr=1.0)
+        scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=int(self.estimate))
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+@on_two_ranks
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2", "deepspeed_stage_2"])
+def test_ranks_of_unequal_length_plan_the_same_training(strategy: str) -> None:
+    module, seen, recorder = PlansAhead(), Validations(), Recorder()
+    trainer = quiet_trainer(strategy=strategy, max_epochs=2, val_check_interval=0.5, callbacks=[seen, recorder])
+    batches = [torch.tensor([1.0])] * (4, 9)[trainer.global_rank]
+    trainer.fit(module, batches, [torch.tensor([1.0])])
+    # The shortest rank's 4 batches, twice; half of an epoch is 2 steps.
+    assert (trainer.global_step, module.estimate, trainer.estimated_stepping_batches) == (8, 8, 8)
+    assert seen.steps == [2, 4, 6, 8]
+    assert recorder.rates == pytest.approx([7 / 8, 6 / 8, 5 / 8, 4 / 8, 3 / 8, 2 / 8, 1 / 8, 0.0])
+
+
+@on_two_ranks
+def test_a_rank_whose_own_loader_is_empty_ends_the_training_of_all() -> None:
+    trainer, module = quiet_trainer(strategy="ddp", max_epochs=2), Scalar()
+    rank = trainer.global_rank
+    trainer.fit(module, [torch.tensor([1.0])] * (3, 0)[rank])
+    assert (trainer.global_step, module.losses) == (0, [])
+    trainer.fit(module, [torch.tensor([1.0])] * (3, 2)[rank])
+    assert trainer.global_step == 4

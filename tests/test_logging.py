@@ -686,6 +686,22 @@ def test_the_names_of_a_dict_become_part_of_the_keys() -> None:
     assert result == [{"acc/dataloader_idx_0": 1.0}, {"acc/dataloader_idx_1": 3.0}]
 
 
+@on_two_ranks
+@pytest.mark.parametrize("strategy", DISTRIBUTED)
+def test_each_loader_has_its_own_values_on_two_ranks(strategy: str) -> None:
+    def log(module: Measured, batch: Tensor, batch_idx: int, loader: int) -> None:
+        # With the weight, which has to be gathered where it is sharded; it is 0.
+        module.log("x", (batch + module.w).mean())
+        module.mean.update(batch)
+        module.log("mean", module.mean)
+
+    module = Measured(validation_step=log)
+    # One sample alone leaves a rank without any.
+    trainer, _ = fit(module, ids(2, 1), {"a": ids(3, 2), "one": ids(1, 4), "b": ids(5, 1)}, strategy=strategy)
+    shown = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    assert shown == {"x/a": 1.0, "mean/a": 1.0, "x/one": 0.0, "mean/one": 0.0, "x/b": 2.0, "mean/b": 2.0}
+
+
 def test_a_monitor_without_the_loaders_name_is_an_error_that_lists_the_names() -> None:
     from acclight.callbacks import EarlyStopping
 

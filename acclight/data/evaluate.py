@@ -113,7 +113,8 @@ class EvalData:
             deal, order = self._dealt
             total = deal.total(order)
             return None if total is None else -(-total // self._world)
-        return self.num_batches if self._world == 1 or self._at_most == 0 else None
+        # That this rank has none says nothing of the others.
+        return self.num_batches if self._world == 1 or self._limit == 0 else None
 
     def first(self, batches: int) -> EvalData:
         """The same data, but at most so many batches for each rank."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from lightning_utilities.core.rank_zero import rank_zero_warn
@@ -103,6 +103,8 @@ class TrainData:
         self._limit = limit
         self._begun = False
         self._restored = False
+        self._agreed = False
+        self._least: int | None = None  # what every rank has of the epoch, once they have agreed
         self._ahead: deque[Dealt] = deque()  # what was read, but not yet trained on
         parts = split(loader, world_size) if split_batches else loader
         sizes = (getattr(one, "batch_size", None) for one in (parts, getattr(parts, "batch_sampler", None)))
@@ -131,19 +133,38 @@ class TrainData:
 
     @property
     def num_batches(self) -> int | None:
-        """Batches of this rank in an epoch, after the limit; None when unknown."""
+        """Batches of this rank in an epoch, after the limit; after `agree`, those that every rank has. None when unknown."""
+        if self._agreed:
+            return self._least
         return limited(self._reader.count(0), self._limit, self._limit_name)
 
     @property
     def batches_left(self) -> int | None:
-        """Batches of this rank that are left of this epoch, after the limit; None when unknown."""
+        """What is left of `num_batches` in this epoch; None when unknown."""
+        if self._agreed and self._least is None:
+            return None
         left, most = self._reader.count(self._samples), self._most_left()
         return left if most is None or left is None else min(left, most)
 
     @property
     def ranks_agree(self) -> bool:
-        """Whether all ranks have the same number of batches for certain; else the loop has to ask them."""
+        """Whether all ranks have the same number of batches for certain; else they have to `agree`."""
         return self._world_size == 1 or (isinstance(self._reader, (IndexedReader, DispatchReader)) and not self._own)
+
+    def agree(self, gather: Callable[[Any], list[Any]]) -> list[int | None]:
+        """Learns how many batches of this epoch every rank has, for `num_batches` and `batches_left`. A collective.
+
+        Args:
+            gather: Gives the value of every rank.
+
+        Returns:
+            Each rank's own number in this epoch; None where it is unknown.
+        """
+        self._agreed, self._least = False, None
+        left = self.batches_left
+        counts = gather(None if left is None else self.batches_done + left)
+        self._agreed, self._least = True, None if None in counts else min(counts)
+        return counts
 
     def begin_epoch(self, epoch: int) -> None:
         """Goes to the start of an epoch; of the epoch of a state just loaded, to where that was taken.
@@ -230,7 +251,9 @@ class TrainData:
         self._ahead.clear()
 
     def _most_left(self) -> int | None:
-        most = self._limit if isinstance(self._limit, int) else self.num_batches
+        most = self._least
+        if most is None:
+            most = self._limit if isinstance(self._limit, int) else self.num_batches
         return None if most is None else max(most - self.batches_done, 0)
 
     def _fingerprint(self) -> dict[str, Any]:

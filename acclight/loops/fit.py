@@ -241,13 +241,11 @@ class FitLoop:
 
     def agree_on_length(self) -> None:
         """Learns how many batches of this epoch all ranks can train on: what follows from it has to be the same on each."""
+        if not self.data.ranks_agree:
+            counts = self.data.agree(self.core.gather_objects)
+            if None not in counts and len(set(counts)) > 1:
+                self.warn_uneven([str(count) for count in counts])
         self.epoch_batches = self.data.num_batches
-        if self.core.world_size == 1 or self.data.ranks_agree:
-            return
-        left = self.core.gather_objects(self.data.batches_left)
-        self.epoch_batches = None if None in left else self.data.batches_done + min(left)
-        if self.epoch_batches is not None and len(set(left)) > 1:
-            self.warn_uneven([str(self.data.batches_done + n) for n in left])
 
     # -- one window ---------------------------------------------------------------------------------------------------
 
@@ -255,11 +253,7 @@ class FitLoop:
         """Windows of micro-batches, all ranks' equally long; the last of an epoch may be shorter."""
         batches = iter(self.data)
         size = self.trainer.accumulate_grad_batches
-        unknown = False
-        if self.core.world_size > 1 and not self.data.ranks_agree:
-            unknown = self.epoch_batches is None
-            if self.epoch_batches is not None:
-                batches = itertools.islice(batches, self.epoch_batches - self.data.batches_done)
+        unknown = not self.data.ranks_agree and self.epoch_batches is None
         while True:
             window = list(itertools.islice(batches, size))
             if unknown:

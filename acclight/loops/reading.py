@@ -67,8 +67,11 @@ def training_data(trainer: Trainer, loader: Any, seed: int | None = None) -> Tra
         even_batches=config.even_batches,
         **_sharing(trainer, loader, "training"),
     )
+    # What is planned for the training, before its first epoch, has to be the same on every rank.
+    counts = [data.num_batches] if data.ranks_agree else data.agree(core.gather_objects)
     if data.num_batches == 0 and trainer.limits["train"] != 0:
-        warn(f"the training loader ({_described(loader)}) gives no batches: nothing will be trained")
+        where = f" on rank {counts.index(0)}" if any(counts) else ""
+        warn(f"the training loader ({_described(loader)}) gives no batches{where}: nothing will be trained")
     return data
 
 
