@@ -268,7 +268,6 @@ class ModelCheckpoint(Callback):
         # A damaged checkpoint may have been replaced under its own name.
         self._saved = [saved for saved in self._saved if saved.path != self._written.path] + [self._written]
         self._written = None
-        self._saved_at = time.monotonic()
         self._prune(trainer)
 
     def state_dict(self) -> dict[str, Any]:
@@ -385,6 +384,7 @@ class ModelCheckpoint(Callback):
         # Inside a window it is written at the window's end; on_checkpoint says when it is committed.
         self._written = Saved(path, trainer.global_step, score)
         self._decided_step = trainer.global_step
+        self._saved_at = time.monotonic()
         trainer.save_checkpoint(path, weights_only=self.save_weights_only, asynchronous=self.asynchronous)
         if self.verbose:
             info(f"saving {path}" + ("" if score is None else f" with {self.monitor} = {score:g}"))

@@ -17,6 +17,7 @@ from acclight import Callback, Trainer, TrainModule, checkpoint
 from acclight.callbacks import EarlyStopping, ModelCheckpoint
 from acclight.callbacks.model_checkpoint import checkpoint_name
 from acclight.checkpoint import read_trainer
+from acclight.checkpoint.writer import Writing
 
 # With x = 3 and lr = 0.5 the only weight goes 0, 1.5, 2.25, 2.625, 2.8125, ...: half of the way to 3 in each step.
 WEIGHTS = [3.0 * (1.0 - 0.5**step) for step in range(20)]
@@ -291,16 +292,20 @@ def test_older_one_is_deleted_only_after_the_newer_is_good(tmp_path: Path, monke
     assert order == [("step-00000003", ["step-00000006"])]
 
 
-def test_save_that_fails_leaves_the_older_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from acclight.checkpoint import write
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_save_that_fails_leaves_the_older_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asynchronous: bool
+) -> None:
+    finish = Writing.finish
 
-    def full(path: Path, **parts: Any) -> Path:
-        if path.name == "step-00000006":
-            raise OSError(28, "No space left on device", str(path))
-        return write(path, **parts)
+    def full(self: Writing, *arguments: Any) -> Path:
+        if self.path.name == "step-00000006":
+            self.discard()
+            raise OSError(28, "No space left on device", str(self.path))
+        return finish(self, *arguments)
 
-    monkeypatch.setattr("acclight.checkpoint.snapshot.write", full)
-    callback = ModelCheckpoint(tmp_path / "ckpt", every_n_train_steps=3)
+    monkeypatch.setattr(Writing, "finish", full)
+    callback = ModelCheckpoint(tmp_path / "ckpt", every_n_train_steps=3, asynchronous=asynchronous)
     with pytest.raises(OSError, match="No space left on device"):
         fit(tmp_path, callback)
     assert names(tmp_path / "ckpt") == ["step-00000003"]
