@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -129,12 +129,12 @@ def test_the_last_short_window_is_averaged_over_what_it_holds() -> None:
 @pytest.mark.parametrize("strategy", DISTRIBUTED)
 def test_the_last_short_window_on_two_ranks(strategy: str) -> None:
     module = Scalar(lr=0.5)
-    trainer = quiet_trainer(strategy=strategy, max_epochs=1, accumulate_grad_batches=2)
+    trainer = quiet_trainer(strategy=strategy, max_epochs=1, accumulate_grad_batches=2, log_every_n_steps=1)
     trainer.fit(module, repeated([1.0, 1.0, 1.0, 1.0, 3.0], 2))
     assert trainer.global_step == 3
     assert float(whole(trainer, "w")) == 1.875
-    # The loss that hooks and logs see is the batch's own: (0 - 1)^2 / 2.
-    assert module.losses[0] == 0.5
+    # The loss that logs see is the batch's own: (0.75 - 3)^2 / 2.
+    assert float(trainer.callback_metrics["loss"]) == 2.53125
 
 
 def epochs_shorter_than_the_window(strategy: str, world: int) -> None:
@@ -391,6 +391,26 @@ def test_a_second_fit_goes_on_to_a_raised_limit(caplog: pytest.LogCaptureFixture
     assert len(other.batches) == 8
 
 
+@on_two_ranks
+@pytest.mark.parametrize("strategy", DISTRIBUTED)
+def test_limits_are_absolute_on_two_ranks(strategy: str) -> None:
+    epochs, module, data = Epochs(), Scalar(), repeated([1.0, 2.0], 2)
+    trainer = quiet_trainer(strategy=strategy, max_epochs=2, callbacks=epochs)
+    trainer.fit(module, data)
+    trainer.validate(module, data)
+    trainer.fit(module, data)
+    assert epochs.seen == [0, 1]
+    trainer.max_epochs = 3
+    trainer.fit(module, data)
+    trainer.max_epochs, trainer.max_steps = 9, 7
+    trainer.fit(module, data)
+    trainer.fit(module, data)
+    assert (epochs.seen, trainer.global_step) == ([0, 1, 2, 3], 7)
+    # By hand, half of the way to x with each step: 1, 2, 1, 2, 1, 2, 1.
+    assert [float(b) for b in module.batches] == [1.0, 2.0, 1.0, 2.0, 1.0, 2.0, 1.0]
+    assert float(whole(trainer, "w")) == 1.3203125
+
+
 def test_max_steps_is_absolute_too(caplog: pytest.LogCaptureFixture) -> None:
     trainer, module, data = quiet_trainer(strategy="single", max_steps=3), Scalar(), repeated([1.0, 2.0], 1)
     trainer.fit(module, data)
@@ -477,25 +497,41 @@ def test_an_unknown_argument_names_the_nearest() -> None:
         Trainer(max_epoch=1)
 
 
-@pytest.mark.parametrize(
-    ("returned", "error", "text"),
-    [
-        (lambda m: m.w.detach().sum(), RuntimeError, "training_step returned a loss without a graph"),
-        (lambda m: {"los": m.w.sum()}, ValueError, r"training_step returned a dict without 'loss'.*los"),
-        (lambda m: torch.cat([m.w, m.w]), TypeError, r"training_step returned a tensor of shape \(2,\)"),
-        (lambda m: "loss", TypeError, "training_step returned str"),
-    ],
-)
+class Wrong(Scalar):
+    """Returns what is no loss."""
+
+    def __init__(self, returned: Callable[[Scalar], Any]) -> None:
+        super().__init__()
+        self.returned = returned
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        return self.returned(self)
+
+
+#: What a step must not return, and the error.
+WRONG_LOSSES: list[tuple[Callable[[Scalar], Any], type[Exception], str]] = [
+    (lambda m: m.w.detach().sum(), RuntimeError, "training_step returned a loss without a graph"),
+    (lambda m: {"los": m.w.sum()}, ValueError, r"training_step returned a dict without 'loss'.*los"),
+    (lambda m: torch.cat([m.w, m.w]), TypeError, r"training_step returned a tensor of shape \(2,\)"),
+    (lambda m: "loss", TypeError, "training_step returned str"),
+]
+
+
+@pytest.mark.parametrize(("returned", "error", "text"), WRONG_LOSSES)
 def test_a_wrong_loss_names_training_step(returned: Any, error: type[Exception], text: str) -> None:
-    class Wrong(Scalar):
-        def training_step(self, batch: Tensor, batch_idx: int) -> Any:
-            return returned(self)
-
     with pytest.raises(error, match=text):
-        quiet_trainer(strategy="single", max_steps=1).fit(Wrong(), repeated([1.0], 1))
+        quiet_trainer(strategy="single", max_steps=1).fit(Wrong(returned), repeated([1.0], 1))
 
 
-def test_the_users_own_exception_leaves_fit_and_the_trainer_can_be_used_again() -> None:
+@on_two_ranks
+@pytest.mark.parametrize("strategy", DISTRIBUTED)
+def test_a_wrong_loss_names_training_step_on_two_ranks(strategy: str) -> None:
+    for returned, error, text in WRONG_LOSSES:
+        with pytest.raises(error, match=text):
+            quiet_trainer(strategy=strategy, max_steps=1).fit(Wrong(returned), repeated([1.0], 2))
+
+
+def goes_on_after_ctrl_c(strategy: str, world: int) -> None:
     class Once(Scalar):
         failed = False
 
@@ -516,15 +552,25 @@ def test_the_users_own_exception_leaves_fit_and_the_trainer_can_be_used_again() 
             self.seen.append("teardown")
 
     notes, module = Notes(), Once()
-    trainer = quiet_trainer(strategy="single", max_epochs=1, callbacks=notes)
+    trainer = quiet_trainer(strategy=strategy, max_epochs=1, callbacks=notes)
     with pytest.raises(KeyboardInterrupt):
-        trainer.fit(module, repeated([1.0] * 5, 1))
+        trainer.fit(module, repeated([1.0] * 5, world))
     assert notes.seen == ["KeyboardInterrupt", "teardown"]
     assert trainer.interrupted
-    assert float(module.w.detach()) == 0.75
-    trainer.fit(module, repeated([1.0] * 5, 1))
+    assert float(whole(trainer, "w")) == 0.75
+    trainer.fit(module, repeated([1.0] * 5, world))
     assert trainer.global_step == 5
     assert not trainer.interrupted
+
+
+def test_the_users_own_exception_leaves_fit_and_the_trainer_can_be_used_again() -> None:
+    goes_on_after_ctrl_c("single", 1)
+
+
+@on_two_ranks
+@pytest.mark.parametrize("strategy", DISTRIBUTED)
+def test_ctrl_c_leaves_fit_and_the_trainer_can_be_used_again_on_two_ranks(strategy: str) -> None:
+    goes_on_after_ctrl_c(strategy, 2)
 
 
 class Estimating(Scalar):

@@ -17,7 +17,7 @@ from acclight import TrainModule
 from acclight.strategies import DeepSpeedStrategy, FSDP2Strategy
 from acclight.strategies.strategy import canonical_name
 from tests.distributed import RankChecks, run_ranks
-from tests.scenarios import DISTRIBUTED, quiet_trainer
+from tests.scenarios import DISTRIBUTED, Scalar, quiet_trainer, repeated, whole
 
 on_two_ranks = RankChecks(world_size=2, timeout=120.0)
 
@@ -82,6 +82,13 @@ def fit_alone(strategy: str) -> None:
     trainer = quiet_trainer(strategy=strategy, max_steps=2)
     trainer.fit(Even(), DataLoader(torch.ones(4, 6), batch_size=2))
     assert (trainer.strategy.name, trainer.world_size, trainer.global_step) == (strategy, 1, 2)
+    # Windows of 2, 2 and 1: 0 -> 0.5 -> 0.75 -> 0.75 + (3 - 0.75) / 2; the loss is the batch's own, unscaled.
+    module = Scalar(lr=0.5)
+    trainer = quiet_trainer(strategy=strategy, max_epochs=1, accumulate_grad_batches=2, log_every_n_steps=1)
+    trainer.fit(module, repeated([1.0, 1.0, 1.0, 1.0, 3.0], 1))
+    assert (float(whole(trainer, "w")), trainer.global_step) == (1.875, 3)
+    assert module.losses == [0.5, 0.5, 0.125, 0.125, 2.53125]
+    assert float(trainer.callback_metrics["loss"]) == 2.53125
 
 
 # --- on_cpu.claim_fsdp -------------------------------------------------------------------------------------------------
