@@ -77,6 +77,7 @@ class ThroughputMonitor(Callback):
         self._paused = 0.0
         self._pauses = 0
         self._pause_began = 0.0
+        self._saving = False
         # When the loop began to wait for a batch; None where something else than data comes in between.
         self._waits_since: float | None = None
         self._marks: deque[Mark] = deque()
@@ -93,6 +94,7 @@ class ThroughputMonitor(Callback):
 
     def on_train_batch_start(self, trainer: Trainer, module: TrainModule, batch: Any, batch_idx: int) -> None:
         """The wait for this batch is over."""
+        self._end_saving()
         if self._waits_since is not None:
             self._waited += time.perf_counter() - self._waits_since
             self._waits_since = None
@@ -101,6 +103,7 @@ class ThroughputMonitor(Callback):
         self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Counts the batch (a count on the device stays there), and logs where the trainer does."""
+        self._end_saving()
         self._samples += self.batch_size_fn(batch)
         if self.length_fn is not None:
             self._items += self.length_fn(batch)
@@ -125,11 +128,18 @@ class ThroughputMonitor(Callback):
 
     def on_save_checkpoint(self, trainer: Trainer, module: TrainModule, checkpoint: dict[str, Any]) -> None:
         """Stops the clock."""
-        self._pause()
+        if not self._saving:
+            self._saving = True
+            self._pause()
 
     def on_checkpoint(self, trainer: Trainer, module: TrainModule, checkpoint: Path) -> None:
-        """Starts it again."""
-        self._resume()
+        """Starts it again, where the checkpoint was written in place; else training has gone on already."""
+        self._end_saving()
+
+    def _end_saving(self) -> None:
+        if self._saving:
+            self._saving = False
+            self._resume()
 
     def _pause(self) -> None:
         if self._pauses == 0:
