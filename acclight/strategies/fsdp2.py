@@ -409,6 +409,17 @@ class FSDP2Strategy(Strategy):
     def settle(self) -> None:
         _shard_again(self.wrapped)
 
+    def whole_weights(self, module: nn.Module, shards: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        self.settle()
+        sharded = {canonical_name(n): p for n, p in module.named_parameters() if isinstance(p, DTensor)}
+        whole: dict[str, Tensor] = dict(shards)
+        for name in shards.keys() & sharded.keys():
+            like = sharded[name]
+            whole[name] = DTensor.from_local(
+                shards[name].to(like.device), like.device_mesh, like.placements, shape=like.shape, stride=like.stride()
+            )
+        return whole
+
 
 @contextmanager
 def _tensor_parallel_errors(accelerator: Any) -> Iterator[None]:
