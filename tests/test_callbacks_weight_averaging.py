@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from acclight import Callback, Trainer, TrainModule, checkpoint
+from acclight import Callback, Trainer, TrainModule, checkpoint, seed_everything
 from acclight.callbacks import EMAWeightAveraging, ModelCheckpoint, WeightAveraging
 from tests.distributed import RankChecks
 from tests.scenarios import DISTRIBUTED, quiet_trainer, whole
@@ -267,8 +268,10 @@ class SavesEverywhere(Callback):
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
-    def on_validation_batch_end(self, trainer: Trainer, *rest: Any) -> None:
-        if trainer.global_step == 2:
+    def on_validation_batch_end(
+        self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        if trainer.global_step == 2 and batch_idx == 0:
             trainer.save_checkpoint(self.folder / "inside")
 
     def on_validation_end(self, trainer: Trainer, module: TrainModule) -> None:
@@ -330,8 +333,6 @@ def test_a_resume_goes_on_bit_for_bit(tmp_path: Path, saved_in: str, every: int)
         path = tmp_path / f"{len(list(tmp_path.iterdir()))}-{steps}"
         trainer.save_checkpoint(path)
         return trainer, path
-
-    from acclight import seed_everything
 
     seed_everything(3)
     unbroken, expected = run(6, [SavesEverywhere(tmp_path)])
@@ -453,8 +454,6 @@ def test_tied_and_frozen_weights_on_one_process(tmp_path: Path) -> None:
         "embedding.weight", "uneven.weight", "uneven.bias", "scale"
     }  # fmt: skip
     out = checkpoint.export(tmp_path / "c", tmp_path / "out", averaged=True, keep_tied=True)
-    from safetensors.torch import load_file
-
     exported = load_file(out / "model.safetensors")
     assert torch.allclose(exported["head.weight"], averaged.head.weight, rtol=0, atol=1e-7)
     assert torch.equal(exported["frozen.weight"], raw.frozen.weight)
@@ -510,7 +509,8 @@ def test_two_averages_are_refused() -> None:
 @pytest.mark.parametrize("strategy", DISTRIBUTED)
 @on_two_ranks
 def test_two_ranks_average_as_one_process_does(tmp_path: Path, strategy: str) -> None:
-    trainer, module = train_tied(strategy, 3, [SavesEverywhere(tmp_path)])
+    saves = SavesEverywhere(tmp_path)
+    trainer, module = train_tied(strategy, 3, [saves])
     raw, averaged, seen = by_hand(3)
     assert module.validated == pytest.approx(seen, abs=1e-5)
     assert_holds(tmp_path / "last", raw, averaged)
@@ -524,7 +524,7 @@ def test_two_ranks_average_as_one_process_does(tmp_path: Path, strategy: str) ->
     trainer.validate(module, ones(2), verbose=False)
     assert module.validated[-1] == pytest.approx(seen[-1], abs=1e-5)
     # The next fit goes on with the raw weights.
-    trainer.max_steps = 4
+    trainer.max_steps, saves.folder = 4, tmp_path / "next"
     trainer.fit(module, DataLoader(torch.tensor([0.5, 1.5] * 16), batch_size=2), ones(2))
     raw, averaged, seen = by_hand(4)
     assert module.validated[-1] == pytest.approx(seen[-1], abs=1e-5)
