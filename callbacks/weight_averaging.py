@@ -32,7 +32,8 @@ class WeightAveraging(Callback):
     - Validations of a fit run with the average, from `on_validation_start` up to this callback's `on_validation_end`; then, and
       after an exception, the raw weights are back. Meanwhile they are kept aside: once more the memory of the weights.
     - When fit ends well, the average takes the place of the weights, so that `test`, `predict` and the module itself use it.
-      A second `fit` of the same Trainer goes on with the raw weights (unless the module has got others since).
+      A second `fit` of the same Trainer goes on with the raw weights, which are kept aside until then (unless the module has
+      got others since).
     - Every checkpoint, also one that is saved inside a validation or after fit, holds the raw weights in `model/` and the
       average in `averaged/`. A resume goes on with both, under any strategy. `checkpoint.load_weights(path, averaged=True)` and
       `checkpoint.export(path, out, averaged=True)` give the average; `validate`, `test` and `predict` with `ckpt_path` use it

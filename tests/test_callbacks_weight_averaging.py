@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 
 from acclight import Callback, Trainer, TrainModule, checkpoint, seed_everything
 from acclight.callbacks import EMAWeightAveraging, ModelCheckpoint, WeightAveraging
+from acclight.strategies import DeepSpeedStrategy
 from tests.distributed import RankChecks
 from tests.scenarios import DISTRIBUTED, quiet_trainer, whole
 from tests.test_collectives import NEEDED, STRATEGIES, WINDOW, Layers, Watch
@@ -501,6 +502,13 @@ def test_two_averages_are_refused() -> None:
         WeightAveraging(avg_fn=lambda a, b, n: a, multi_avg_fn=lambda a, b, n: None)
     with pytest.raises(ValueError, match="EMAWeightAveraging and AtEpochEnds would both average the weights"):
         fit(EMAWeightAveraging(), callbacks=[AtEpochEnds()])
+
+
+def test_weights_on_nvme_are_refused() -> None:
+    strategy = DeepSpeedStrategy(stage=3)
+    strategy.config = {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme"}}}
+    with pytest.raises(ValueError, match="cannot be averaged while DeepSpeed keeps them on NVMe: offload to 'cpu'"):
+        strategy.weight_shards(nn.Linear(1, 1), buffers=True)
 
 
 # --- two ranks -------------------------------------------------------------------------------------------------------

@@ -377,6 +377,11 @@ class DeepSpeedStrategy(Strategy):
         self._state.fill_model(module, state)
 
     def weight_shards(self, module: nn.Module, *, buffers: bool, trained_only: bool = True) -> dict[str, Tensor]:
+        parts = self.config["zero_optimization"].values()
+        if any(isinstance(part, Mapping) and part.get("device") == "nvme" for part in parts):
+            raise ValueError(
+                "weights cannot be averaged while DeepSpeed keeps them on NVMe: offload to 'cpu', or leave the callback out"
+            )
         # Frozen parameters are in no optimizer, and stay as they are.
         shards = super().weight_shards(module, buffers=buffers, trained_only=trained_only)
         own = self._state.shards(module)

@@ -441,7 +441,8 @@ def _shard_again(wrapped: nn.Module) -> None:
     for module in wrapped.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
-            for group in module._get_fsdp_state()._fsdp_param_groups:
+            state: Any = module._get_fsdp_state()
+            for group in state._fsdp_param_groups:
                 # Where an exception has left a forward, `reshard` takes it for one that still runs.
                 group._to_sharded()
 
