@@ -443,7 +443,8 @@ def _shard_again(wrapped: nn.Module) -> None:
             module.reshard()
             state: Any = module._get_fsdp_state()
             for group in state._fsdp_param_groups:
-                # Where an exception has left a forward, `reshard` takes it for one that still runs.
+                # Where an exception has left a forward, `reshard` takes it for one that still runs. torch 2.13 has no public
+                # name for this; `tests/test_callbacks_weight_averaging.py` fails without.
                 group._to_sharded()
 
 
