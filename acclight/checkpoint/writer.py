@@ -33,6 +33,7 @@ def write(
     schedulers: Sequence[Mapping[str, Any]],
     data: Mapping[str, Any],
     rng: Mapping[str, Any],
+    averaged: Mapping[str, torch.Tensor] | None = None,
 ) -> Path:
     """Write and commit a checkpoint at `path`. Collective: every rank calls it with the same path.
 
@@ -51,6 +52,7 @@ def write(
         schedulers: one state per scheduler.
         data: the position in the data.
         rng: this rank's own random state.
+        averaged: averaged values of some of the names in `model`, likewise.
 
     Returns:
         The absolute path of the checkpoint.
@@ -90,6 +92,7 @@ def write(
             (layout.MODEL_FOLDER, model, True),
             (layout.OPTIMIZER_FOLDER, optimizer, False),
             (layout.TENSORS_FOLDER, tensors, True),
+            (layout.AVERAGED_FOLDER, averaged or {}, True),
         ):
             if any(gather(bool(given))):
                 stored[folder] = shards.save_tensors(temporary / folder, given, lowest_rank_writes=lowest_rank_writes)
@@ -228,7 +231,7 @@ def _finish_own_files(
         content = {key: tensor.detach().cpu().clone().contiguous() for key, tensor in own.items()}
         files.write_file(temporary / name, safetensors.torch.save(content))
         names.append(name)
-    for folder in (layout.MODEL_FOLDER, layout.OPTIMIZER_FOLDER, layout.TENSORS_FOLDER):
+    for folder in layout.FOLDERS:
         if (temporary / folder / shard_name(rank)).exists():
             names.append(f"{folder}/{shard_name(rank)}")
     return {
