@@ -15,9 +15,11 @@ if TYPE_CHECKING:
     from acclight.callbacks.progress_bar import RichProgressBar
     from acclight.callbacks.progress_lines import PlainProgress
     from acclight.callbacks.throughput_monitor import ThroughputMonitor
+    from acclight.callbacks.weight_averaging import EMAWeightAveraging, WeightAveraging
 
 __all__ = [
     "BasePredictionWriter",
+    "EMAWeightAveraging",
     "EarlyStopping",
     "LearningRateMonitor",
     "ModelCheckpoint",
@@ -26,11 +28,13 @@ __all__ = [
     "Progress",
     "RichProgressBar",
     "ThroughputMonitor",
+    "WeightAveraging",
     "default_progress",
 ]
 
 _MODULES = {
     "BasePredictionWriter": "prediction_writer",
+    "EMAWeightAveraging": "weight_averaging",
     "EarlyStopping": "early_stopping",
     "LearningRateMonitor": "learning_rate_monitor",
     "ModelCheckpoint": "model_checkpoint",
@@ -39,6 +43,7 @@ _MODULES = {
     "Progress": "progress",
     "RichProgressBar": "progress_bar",
     "ThroughputMonitor": "throughput_monitor",
+    "WeightAveraging": "weight_averaging",
     "default_progress": "progress",
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import itertools
 import math
 import re
 import signal
@@ -14,7 +15,9 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
+from acclight.data import TrainData
 from tests.distributed import ROOT, clean_environment, run_command
 
 sys.path.insert(0, str(ROOT / "examples"))
@@ -248,13 +251,54 @@ def test_one_process_as_users_start_it(shared: list[Any], tmp_path: Path) -> Non
 
 
 @pytest.fixture(scope="module")
-def one_device(shared: list[Any], tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
-    """Train losses of the same global batch on one device."""
-    out = tmp_path_factory.mktemp("single")
-    arguments = [*shared, "--strategy", "single", "--batch-size", "4", "--accumulate", "2", "--out", out]
+def plain_loop(shared: list[Any]) -> dict[int, float]:
+    """Train losses of a loop in plain PyTorch over the global batches, of 8 sequences, in the order of seed 0."""
+    _, args = parse([str(part) for part in shared])
+    preset = PRESETS[args.preset]
+    data = llama_fsdp.PackedText(
+        llama_fsdp.open_text(args),
+        args.cache,
+        vocab_size=preset.shape["vocab_size"],
+        seq_len=args.seq_len,
+        batch_size=8,
+    )
+    data.prepare_data()
+    data.setup("fit")
+    batches = TrainData(data.train_dataloader(), rank=0, world_size=1, seed=0)
+    batches.begin_epoch(0)
+
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**preset.shape, bos_token_id=0, eos_token_id=0))
+    norms = [p for name, p in model.named_parameters() if "norm" in name]
+    others = [p for name, p in model.named_parameters() if "norm" not in name]
+    groups = [{"params": others, "weight_decay": 0.1}, {"params": norms, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95))
+    losses = {}
+    for step, batch in enumerate(itertools.islice(batches, args.max_steps)):
+        for group in optimizer.param_groups:
+            group["lr"] = preset.learning_rate * warmup_then_cosine(step, args.max_steps)
+        logits = model(input_ids=batch[:, :-1]).logits
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        losses[step + 1] = loss.item()
+    return losses
+
+
+def assert_losses_of(plain_loop: dict[int, float], out: Path) -> None:
+    loss = values(out, "train/loss")
+    assert sorted(loss) == sorted(plain_loop)
+    for step, value in loss.items():
+        assert value == pytest.approx(plain_loop[step], abs=1e-4), step
+
+
+def test_one_device_with_accumulation(shared: list[Any], plain_loop: dict[int, float], tmp_path: Path) -> None:
+    arguments = [*shared, "--strategy", "single", "--batch-size", "4", "--accumulate", "2", "--out", tmp_path]
     done = run_command([sys.executable, SCRIPT, *arguments])
     assert done.returncode == 0, done.stdout
-    return values(out, "train/loss")
+    assert_losses_of(plain_loop, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -267,15 +311,12 @@ def one_device(shared: list[Any], tmp_path_factory: pytest.TempPathFactory) -> d
         pytest.param("deepspeed_stage_2", marks=pytest.mark.slow),
     ],
 )
-def test_launched_runs_agree(config: str, shared: list[Any], one_device: dict[int, float], tmp_path: Path) -> None:
+def test_launched_runs_agree(config: str, shared: list[Any], plain_loop: dict[int, float], tmp_path: Path) -> None:
     launch = [ACCELERATE, "launch", "--num_processes", "2", "--main_process_port", "0"]
     command = [*launch, "--config_file", CONFIGS / f"{config}.yaml", SCRIPT, *shared, "--batch-size", "4"]
     done = run_command([*command, "--out", tmp_path / "run"], timeout=240)
     assert done.returncode == 0, done.stdout
-    loss = values(tmp_path / "run", "train/loss")
-    assert sorted(loss) == sorted(one_device)
-    for step, value in loss.items():
-        assert value == pytest.approx(one_device[step], abs=1e-4), step
+    assert_losses_of(plain_loop, tmp_path / "run")
     assert f"strategy {config}" in done.stdout, "the Trainer says what really runs"
     assert done.stdout.count("--- a sample ---") == 1
 

@@ -19,19 +19,25 @@ from acclight.checkpoint.values import decode
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 CONFIG = "config.json"
+_HOW_TO_AVERAGE = "train with the callback EMAWeightAveraging or WeightAveraging, or leave out averaged=True."
 
 
-def load_weights(path: str | os.PathLike[str]) -> dict[str, Any]:
+def load_weights(path: str | os.PathLike[str], *, averaged: bool = False) -> dict[str, Any]:
     """The model's tensors on the CPU, whole, under the module's own names; loads strictly into the plain module.
 
     Works in one process whatever strategy and world size wrote the checkpoint. Names that were tied share one tensor.
     Takes the memory of one model. What a module's `get_extra_state` gave is there too, as plain values and tensors.
 
+    Args:
+        path: the checkpoint.
+        averaged: the weights that a callback (`EMAWeightAveraging`, `WeightAveraging`) has averaged, in place of those
+            that training goes on with; in the types of the latter.
+
     Raises:
-        CheckpointError: the checkpoint is damaged; the message names the file.
+        CheckpointError: the checkpoint is damaged (the message names the file), or holds no averaged weights.
     """
     path = Path(path)
-    weights, tied, _ = _read(path)
+    weights, tied, _ = _read(path, averaged=averaged)
     tensors = read_tensors(path / layout.TENSORS_FOLDER, prefix="trainer.extra_state.")
     extra_state: dict[str, Any] = decode(read_json(path / layout.TRAINER).get("extra_state", {}), tensors)
     return weights | {alias: weights[kept] for alias, kept in tied.items()} | extra_state
@@ -61,6 +67,7 @@ def export(
     prefix: str | None = None,
     keep_tied: bool = False,
     files: int | None = None,
+    averaged: bool = False,
 ) -> Path:
     """Write a checkpoint's model as one Hugging Face folder: model.safetensors and, where it is known, config.json.
 
@@ -76,18 +83,20 @@ def export(
             transformer as `self.model`). Default: trainer.json's "hf_prefix", else "".
         keep_tied: also write the aliases of tied weights. Without them, `from_pretrained` ties the weights again.
         files: how many files the weights are spread over, in equal parts. Default: trainer.json's "export_files", else 1.
+        averaged: the averaged weights, as for `load_weights`.
 
     Returns:
         `out`.
 
     Raises:
-        CheckpointError: the checkpoint is damaged, a file is in the way, or no name begins with `prefix`.
+        CheckpointError: the checkpoint is damaged, a file is in the way, no name begins with `prefix`, or there are no
+            averaged weights.
     """
     out = Path(out)
     for name in (WEIGHTS, INDEX, CONFIG):
         if os.path.lexists(out / name):
             raise CheckpointError(f"{out / name} exists, and is not written over: give another folder or remove it.")
-    weights, tied, trainer = _read(Path(path))
+    weights, tied, trainer = _read(Path(path), averaged=averaged)
     if prefix is None:
         prefix = str(trainer["hf_prefix"] or "")
     if keep_tied:
@@ -131,15 +140,25 @@ def _spread(tensors: dict[str, torch.Tensor], files: int) -> dict[str, dict[str,
     return {f"model-{i:05d}-of-{files:05d}.safetensors": group for i, group in enumerate(groups, 1)}
 
 
-def _read(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str], dict[str, Any]]:
+def _read(path: Path, *, averaged: bool) -> tuple[dict[str, torch.Tensor], dict[str, str], dict[str, Any]]:
     _raise_if(path, layout.verify(path))
     folder, file = path / layout.MODEL_FOLDER, path / layout.TRAINER
     document = read_json(file)
     if not isinstance(document, dict):
         raise CheckpointError(f"{file} holds no mapping.")
-    # Only these: the rest may refer to tensors (averaged weights of a callback) that are not wanted in memory here.
+    # Only these: the rest may refer to tensors that are not wanted in memory here.
     trainer = {key: decode(document.get(key), {}) for key in ("tied", "hf_config", "hf_prefix", "export_files")}
-    return read_tensors(folder), tied_names(trainer, stored_tensors(folder), file), trainer
+    tied = tied_names(trainer, stored_tensors(folder), file)
+    weights = read_tensors(folder)
+    if averaged:
+        if not document.get("averaged_updates"):
+            raise CheckpointError(
+                f"{path} holds no averaged weights: "
+                + ("they were not updated yet." if document.get("averaged_updates") == 0 else _HOW_TO_AVERAGE)
+            )
+        for name, tensor in read_tensors(path / layout.AVERAGED_FOLDER).items():
+            weights[name].copy_(tensor)
+    return weights, tied, trainer
 
 
 def _raise_if(path: Path, problems: list[str]) -> None:

@@ -5,6 +5,7 @@ step-00000120/
   manifest.json                    every file with size and SHA-256; written last, so its presence is the commit
   trainer.json  optimizer.json  schedulers.json  data.json
   model/  optimizer/  tensors/     *.safetensors; tensors/ holds what the JSON files refer to
+  averaged/                        *.safetensors, where weights were averaged: those that differ from the ones in model/
   rng/rank-00000.json              and .safetensors, one per rank
 ```
 Only JSON and safetensors; nothing here is ever imported, called or unpickled.
@@ -23,7 +24,7 @@ from typing import Any
 from acclight.checkpoint.errors import CheckpointError
 from acclight.checkpoint.files import digest, limit_problem, read_json, sync_folder, to_json, write_file
 from acclight.checkpoint.ranks import warn
-from acclight.checkpoint.stored import read_document, read_file, stored_tensors, tied_names
+from acclight.checkpoint.stored import averaged_tensors, read_document, read_file, stored_tensors, tied_names
 
 FORMAT = "acclight-checkpoint"
 VERSION = 1
@@ -36,8 +37,9 @@ DOCUMENTS: dict[str, type] = {TRAINER: dict, OPTIMIZER: dict, SCHEDULERS: list, 
 MODEL_FOLDER = "model"
 OPTIMIZER_FOLDER = "optimizer"
 TENSORS_FOLDER = "tensors"
+AVERAGED_FOLDER = "averaged"
 RNG_FOLDER = "rng"
-FOLDERS = (MODEL_FOLDER, OPTIMIZER_FOLDER, TENSORS_FOLDER, RNG_FOLDER)
+FOLDERS = (MODEL_FOLDER, OPTIMIZER_FOLDER, TENSORS_FOLDER, AVERAGED_FOLDER, RNG_FOLDER)
 
 # One folder deep, no leading dot, ASCII: leaves no room for absolute paths, "..", drives or anything but the two kinds.
 _FILE_NAME = re.compile(r"(?:[A-Za-z0-9_][A-Za-z0-9_.-]*/)?[A-Za-z0-9_][A-Za-z0-9_.-]*\.(?:json|safetensors)", re.ASCII)
@@ -147,7 +149,9 @@ def content_problems(path: Path) -> list[str]:
     try:
         tensors = stored_tensors(path / TENSORS_FOLDER)
         documents = {name: read_document(path / name, kind, tensors) for name, kind in DOCUMENTS.items()}
-        tied_names(documents[TRAINER], stored_tensors(path / MODEL_FOLDER), path / TRAINER)
+        model = stored_tensors(path / MODEL_FOLDER)
+        tied_names(documents[TRAINER], model, path / TRAINER)
+        averaged_tensors(path / AVERAGED_FOLDER, model)
         stored_tensors(path / OPTIMIZER_FOLDER)
         for name in read_manifest(path):
             if match := _RNG_FILE.fullmatch(name):

@@ -12,7 +12,14 @@ import torch
 from acclight.checkpoint import format as layout
 from acclight.checkpoint.errors import CheckpointError
 from acclight.checkpoint.ranks import agree, gather, rank_and_size, warn
-from acclight.checkpoint.stored import StoredTensor, read_document, read_tensors, stored_tensors, tied_names
+from acclight.checkpoint.stored import (
+    StoredTensor,
+    averaged_tensors,
+    read_document,
+    read_tensors,
+    stored_tensors,
+    tied_names,
+)
 
 
 class Reader:
@@ -29,6 +36,7 @@ class Reader:
         data: data.json.
         model_tensors: name -> shape and dtype of what `load_model` reads.
         optimizer_tensors: likewise for `load_optimizer`.
+        averaged_tensors: likewise for `load_averaged`; empty where no weights were averaged.
 
     Raises:
         CheckpointError: on every rank, naming the file and what is wrong with it.
@@ -64,6 +72,7 @@ class Reader:
         self.data: dict[str, Any] = documents[layout.DATA]
         self.model_tensors: dict[str, StoredTensor] = stored_tensors(self.path / layout.MODEL_FOLDER)
         self.optimizer_tensors: dict[str, StoredTensor] = stored_tensors(self.path / layout.OPTIMIZER_FOLDER)
+        self.averaged_tensors = averaged_tensors(self.path / layout.AVERAGED_FOLDER, self.model_tensors)
         self._tied = tied_names(self.trainer, self.model_tensors, self.path / layout.TRAINER)
 
     def load_model(self, into: Mapping[str, torch.Tensor]) -> None:
@@ -80,6 +89,18 @@ class Reader:
     def load_optimizer(self, into: Mapping[str, torch.Tensor]) -> None:
         """Fill `into` ("<parameter name>/<state key>" -> tensor) in place; otherwise as `load_model`. Collective."""
         self._load(layout.OPTIMIZER_FOLDER, into, self.optimizer_tensors, {})
+
+    def load_averaged(self, into: Mapping[str, torch.Tensor]) -> set[str]:
+        """Fill those tensors of `into` in place of which the checkpoint holds averaged values. Collective.
+
+        Returns:
+            Their names in `into`.
+        """
+        known = {name: tensor for name, tensor in into.items() if self._tied.get(name, name) in self.averaged_tensors}
+        wanted = {self._tied.get(name, name) for name in known}
+        stored = {name: tensor for name, tensor in self.averaged_tensors.items() if name in wanted}
+        self._load(layout.AVERAGED_FOLDER, known, stored, self._tied)
+        return set(known)
 
     def _load(
         self, folder: str, into: Mapping[str, torch.Tensor], stored: Mapping[str, StoredTensor], tied: Mapping[str, str]

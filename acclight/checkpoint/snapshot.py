@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import os
 import random
+from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -18,10 +19,36 @@ from acclight.checkpoint.errors import CheckpointError
 from acclight.checkpoint.ranks import agree, meet
 from acclight.checkpoint.reader import Reader
 from acclight.checkpoint.writer import Writing, begin
-from acclight.messages import warn
+from acclight.messages import info, warn
 
 if TYPE_CHECKING:
     from acclight.trainer import Trainer
+
+
+@runtime_checkable
+class Averaging(Protocol):
+    """A callback that averages the weights, and lets evaluations run with the average in the model's place."""
+
+    #: How often the average was updated.
+    updates: int
+
+    def averaged_state(self, trainer: Trainer) -> dict[str, torch.Tensor]:
+        """The average as a checkpoint takes it, by name; what is not there is as in the model. Collective."""
+
+    def raw_state(self, trainer: Trainer) -> dict[str, torch.Tensor]:
+        """Likewise the weights that training goes on with, while the average is in their place; else empty. Collective."""
+
+    def load_averaged_state(
+        self, trainer: Trainer, updates: int, read: Callable[[dict[str, torch.Tensor]], set[str]]
+    ) -> None:
+        """Takes the average back; `read(into)` fills those of a mapping of tensors that were saved. Collective."""
+
+    def forget(self) -> None:
+        """The model has got other weights: there is no average of them."""
+
+
+def _averaging(trainer: Trainer) -> Averaging | None:
+    return next((callback for callback in trainer.callbacks if isinstance(callback, Averaging)), None)
 
 
 def take(trainer: Trainer, path: Path, *, weights_only: bool, copy: bool) -> Writing:
@@ -39,6 +66,10 @@ def take(trainer: Trainer, path: Path, *, weights_only: bool, copy: bool) -> Wri
     # Before the first collective: some strategies gather the state in one.
     meet(what, str(path), hurried=lambda: loop is not None and loop.watch.received)
     whole = strategy.model_state(module)
+    averaging = _averaging(trainer)
+    averaged = {} if averaging is None else averaging.averaged_state(trainer)
+    # A save from inside a validation still holds what training goes on with.
+    whole |= {} if averaging is None else averaging.raw_state(trainer)
     extra_state = {name: whole.pop(name) for name in list(whole) if _is_extra_state(name)}
     model, tied = _untie(trainer, whole)
     state = {} if weights_only else strategy.optimizer_state(module, trainer.optimizers)
@@ -54,6 +85,7 @@ def take(trainer: Trainer, path: Path, *, weights_only: bool, copy: bool) -> Wri
         schedulers=[] if weights_only else [dict(c.scheduler.state_dict()) for c in trainer.lr_scheduler_configs],
         data=trainer.data.state_dict() if trainer.data is not None else {},
         rng={} if weights_only else trainer.paused_random_state or random_state(),
+        averaged=averaged,
         copy=copy,
     )
 
@@ -79,6 +111,7 @@ def _document(
         "scaler": strategy.scaler_state(),
         "accumulate_grad_batches": trainer.accumulate_grad_batches,
         "weights_only": weights_only,
+        "averaged_updates": averaging.updates if (averaging := _averaging(trainer)) is not None else None,
         "tied": tied,
         "extra_state": extra_state,
         "versions": {"acclight": acclight.__version__} | {name: version(name) for name in ("accelerate", "torch")},
@@ -122,6 +155,9 @@ def restore(trainer: Trainer, reader: Reader) -> None:
     for callback in trainer.callbacks:
         if callback.state_key in document["callbacks"]:
             callback.load_state_dict(document["callbacks"][callback.state_key])
+    averaging = _averaging(trainer)
+    if averaging is not None and reader.averaged_tensors:
+        averaging.load_averaged_state(trainer, document["averaged_updates"], reader.load_averaged)
     for logger in trainer.loggers:
         if logger.state_key in document.get("loggers", {}):
             logger.load_state_dict(document["loggers"][logger.state_key])
@@ -180,7 +216,10 @@ def _folders(trainer: Trainer) -> list[Path]:
 
 
 def restore_weights(trainer: Trainer, reader: Reader) -> None:
-    """Loads the weights alone, and lets the module and the callbacks see what they added. Collective."""
+    """Loads the weights alone, and lets the module and the callbacks see what they added. Collective.
+
+    An evaluation gets the averaged weights, where the checkpoint has them and a callback of the Trainer averages.
+    """
     extra = reader.trainer.get("extra", {})
     trainer.module.on_load_checkpoint(extra)
     for callback in trainer.callbacks:
@@ -189,9 +228,20 @@ def restore_weights(trainer: Trainer, reader: Reader) -> None:
     if odd := sorted(takers.keys() ^ saved.keys()):
         missing = "not in the checkpoint" if odd[0] in takers else "only in the checkpoint, or without set_extra_state"
         raise CheckpointError(f"{reader.path} does not fit; {missing}: {odd[0]}.")
-    trainer.core.strategy.load_model_state(
-        trainer.module, lambda into: reader.load_model({n: t for n, t in into.items() if not _is_extra_state(n)})
-    )
+    averaging = _averaging(trainer)
+    averaged = averaging is not None and trainer.state != "fit" and bool(reader.trainer.get("averaged_updates"))
+
+    def read(into: dict[str, torch.Tensor]) -> None:
+        own = {name: tensor for name, tensor in into.items() if not _is_extra_state(name)}
+        reader.load_model(own)
+        if averaged:
+            reader.load_averaged(own)
+
+    trainer.core.strategy.load_model_state(trainer.module, read)
+    if averaging is not None:
+        averaging.forget()
+    if averaged:
+        info(f"{trainer.state}: the averaged weights of {reader.path}")
     for name, part in takers.items():
         part.set_extra_state(saved[name])
 

@@ -71,6 +71,15 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
     return {name: StoredTensor(tuple(shape), dtypes[name]) for name, shape in shapes.items()}
 
 
+def averaged_tensors(folder: Path, model: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+    """What `folder` holds of averaged weights, checked against the tensors of the model; empty when there is no such folder."""
+    averaged = stored_tensors(folder)
+    for name, stored in averaged.items():
+        if name not in model or model[name].shape != stored.shape:
+            raise CheckpointError(f"{folder}: {name!r} does not fit the model's files.")
+    return averaged
+
+
 def read_tensors(folder: Path, prefix: str = "") -> dict[str, torch.Tensor]:
     """Every tensor in `folder` whose name begins with `prefix`, whole and in memory of its own on the CPU."""
     tensors = {

@@ -48,6 +48,7 @@ def begin(
     schedulers: Sequence[Mapping[str, Any]],
     data: Mapping[str, Any],
     rng: Mapping[str, Any],
+    averaged: Mapping[str, torch.Tensor] | None = None,
     copy: bool = False,
 ) -> Writing:
     """Take what belongs into a checkpoint, and make the temporary folder beside `path`. Collective.
@@ -66,6 +67,7 @@ def begin(
         schedulers: one state per scheduler.
         data: the position in the data.
         rng: this rank's own random state.
+        averaged: averaged values of some of the names in `model`, likewise.
         copy: take a copy, on the CPU, of what this rank writes, so that training may go on before `Writing.finish`.
 
     Raises:
@@ -95,8 +97,8 @@ def begin(
     if rank != 0:  # of plain values rank 0's count; of a DTensor every rank has a part
         tensors = {name: tensor for name, tensor in tensors.items() if _is_dtensor(tensor)}
         documents = {name: value for name, value in documents.items() if name not in layout.DOCUMENTS}
-    folders = (layout.MODEL_FOLDER, layout.OPTIMIZER_FOLDER, layout.TENSORS_FOLDER)
-    planned = shards.pieces([(model, True), (optimizer, False), (tensors, True)])
+    folders = (layout.MODEL_FOLDER, layout.OPTIMIZER_FOLDER, layout.TENSORS_FOLDER, layout.AVERAGED_FOLDER)
+    planned = shards.pieces([(model, True), (optimizer, False), (tensors, True), (averaged or {}, True)])
     agree(what, lambda: _check_tied(trainer.get("tied"), planned[0][1]) if rank == 0 else None)
     temporary = gather(agree(what, lambda: _make_temporary(path) if rank == 0 else path))[0]
     writing = Writing(

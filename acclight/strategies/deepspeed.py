@@ -376,6 +376,38 @@ class DeepSpeedStrategy(Strategy):
         read(state)
         self._state.fill_model(module, state)
 
+    def weight_shards(self, module: nn.Module, *, buffers: bool, trained_only: bool = True) -> dict[str, Tensor]:
+        parts = self.config["zero_optimization"].values()
+        if any(isinstance(part, Mapping) and part.get("device") == "nvme" for part in parts):
+            raise ValueError(
+                "weights cannot be averaged while DeepSpeed keeps them on NVMe: offload to 'cpu', or leave the callback out"
+            )
+        # Frozen parameters are in no optimizer, and stay as they are.
+        shards = super().weight_shards(module, buffers=buffers, trained_only=trained_only)
+        own = self._state.shards(module)
+        parameters = {canonical_name(name) for name, _ in module.named_parameters()}
+        return {name: own.get(name, value) for name, value in shards.items() if name in own or name not in parameters}
+
+    def gathered_weights(self, module: nn.Module) -> list[Tensor]:
+        return self._state.gathered(module)
+
+    def write_weight_shards(
+        self, module: nn.Module, values: Mapping[str, Tensor], gathered: Sequence[Tensor] | None = None
+    ) -> None:
+        super().write_weight_shards(module, values)
+        self._state.spread(module, gathered)
+
+    def whole_weights(self, module: nn.Module, shards: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return dict(shards) | self._state.whole(module, shards)
+
+    def load_weight_shards(
+        self, module: nn.Module, shards: Mapping[str, Tensor], read: Callable[[dict[str, Tensor]], set[str]]
+    ) -> set[str]:
+        into = dict(shards) | self._state.empty(module, shards)
+        filled = read(into)
+        self._state.cut(module, shards, {name: into[name] for name in filled})
+        return filled
+
     def optimizer_state(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
         return self._state.gather_optimizer(module)
 

@@ -409,6 +409,17 @@ class FSDP2Strategy(Strategy):
     def settle(self) -> None:
         _shard_again(self.wrapped)
 
+    def whole_weights(self, module: nn.Module, shards: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        self.settle()
+        sharded = {canonical_name(n): p for n, p in module.named_parameters() if isinstance(p, DTensor)}
+        whole: dict[str, Tensor] = dict(shards)
+        for name in shards.keys() & sharded.keys():
+            like = sharded[name]
+            whole[name] = DTensor.from_local(
+                shards[name].to(like.device), like.device_mesh, like.placements, shape=like.shape, stride=like.stride()
+            )
+        return whole
+
 
 @contextmanager
 def _tensor_parallel_errors(accelerator: Any) -> Iterator[None]:
@@ -430,6 +441,11 @@ def _shard_again(wrapped: nn.Module) -> None:
     for module in wrapped.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
+            state: Any = module._get_fsdp_state()
+            for group in state._fsdp_param_groups:
+                # Where an exception has left a forward, `reshard` takes it for one that still runs. torch 2.13 has no public
+                # name for this; `tests/test_callbacks_weight_averaging.py` fails without.
+                group._to_sharded()
 
 
 def _forget_sharding(part: nn.Module) -> None:

@@ -45,6 +45,16 @@ def put_whole(module: nn.Module, whole: Mapping[str, Tensor]) -> None:
         module.get_submodule(owner)._parameters[attribute] = fresh[id(parameter)][1]
 
 
+def _persistent_floats(module: nn.Module) -> dict[str, Tensor]:
+    """The buffers that a state_dict holds, but for those that count."""
+    return {
+        f"{name}.{key}" if name else key: buffer
+        for name, part in module.named_modules()
+        for key, buffer in part.named_buffers(recurse=False)
+        if key not in part._non_persistent_buffers_set and buffer.dtype.is_floating_point
+    }
+
+
 class Strategy:
     """Base class of all strategies; its methods are right wherever parameters are whole, plain tensors.
 
@@ -330,6 +340,56 @@ class Strategy:
         state = self.model_state(module)
         with torch.no_grad():
             read(state)
+
+    def weight_shards(self, module: nn.Module, *, buffers: bool, trained_only: bool = True) -> dict[str, Tensor]:
+        """What this rank steps of the model's weights: by canonical name its part of each parameter, sharing its memory.
+
+        Args:
+            module: The user's module.
+            buffers: Also persistent buffers of floats, whole.
+            trained_only: Without the parameters that are frozen now.
+        """
+        self.settle()
+        chosen: dict[str, Tensor] = {
+            name: p for name, p in module.named_parameters() if p.requires_grad or not trained_only
+        }
+        if buffers:
+            chosen |= _persistent_floats(module)
+        return {canonical_name(name): self.local(tensor.detach()) for name, tensor in chosen.items()}
+
+    def gathered_weights(self, module: nn.Module) -> list[Tensor]:
+        """What this rank computes with and cannot make of its own shards; sharing memory."""
+        return []
+
+    def write_weight_shards(
+        self, module: nn.Module, values: Mapping[str, Tensor], gathered: Sequence[Tensor] | None = None
+    ) -> None:
+        """Gives this rank's shards, and what forwards compute with, other values.
+
+        Args:
+            module: The user's module.
+            values: As `weight_shards` gives them, or some of them; of any type and on any device.
+            gathered: What belongs into `gathered_weights`; with it no rank waits for another.
+        """
+        shards = self.weight_shards(module, buffers=True, trained_only=False)
+        for name, value in values.items():
+            shards[name].copy_(value)
+
+    def whole_weights(self, module: nn.Module, shards: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Tensors such as `weight_shards` gives as a checkpoint takes them: whole, or DTensors. Every rank has to ask."""
+        return dict(shards)
+
+    def load_weight_shards(
+        self, module: nn.Module, shards: Mapping[str, Tensor], read: Callable[[dict[str, Tensor]], set[str]]
+    ) -> set[str]:
+        """Fills tensors such as `weight_shards` gives; `read(into)` fills a mapping of tensors in place and says which."""
+        whole = self.whole_weights(module, shards)
+        filled = read(whole)
+        for name in filled:
+            own = self.local(whole[name])
+            if own.data_ptr() != shards[name].data_ptr():
+                shards[name].copy_(own)
+        return filled
 
     def optimizer_state(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
         """Optimizer state as "<parameter>/<key>" -> tensor or plain number."""

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import deepspeed
 import torch
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from deepspeed.utils import (
     safe_get_full_fp32_param,
     safe_get_full_optimizer_state,
@@ -68,6 +69,83 @@ class ZeroState:
                 parameter.data.copy_(value)
                 if trained:
                     safe_set_full_fp32_param(parameter, value.float())
+
+    # -- this rank's part of the weights ----------------------------------------------------------------------------------
+
+    def shards(self, module: nn.Module) -> dict[str, Tensor]:
+        """This rank's float32 part of each trained parameter, flat (empty where it has none), sharing its memory."""
+        return {name: self._own_part(parameter)[0] for name, parameter in self._trained(module)}
+
+    def gathered(self, module: nn.Module) -> list[Tensor]:
+        """The whole parameters that every rank computes with; none at stage 3."""
+        return [] if self._stage == 3 else [parameter.data for _, parameter in self._trained(module)]
+
+    @torch.no_grad()
+    def spread(self, module: nn.Module, gathered: Sequence[Tensor] | None) -> None:
+        """Lets forwards compute with what the shards hold now.
+
+        Args:
+            module: The user's module.
+            gathered: What `gathered` gives afterwards; with it no rank waits for another.
+        """
+        for index, (_, parameter) in enumerate(self._trained(module)):
+            own, _ = self._own_part(parameter)
+            if self._stage == 3:
+                parameter.ds_tensor.copy_(own)  # type: ignore[attr-defined]
+                if parameter.ds_status is ZeroParamStatus.AVAILABLE:  # type: ignore[attr-defined]
+                    # A small one is kept whole: it is gathered anew when it is used.
+                    parameter.partition(has_been_updated=False)  # type: ignore[attr-defined]
+            else:
+                parameter.data.copy_(self._gather(parameter, own) if gathered is None else gathered[index])
+
+    def whole(self, module: nn.Module, shards: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The parameters among such tensors as `shards` gives, whole and on the CPU."""
+        return {
+            name: self._gather(parameter, shards[name]).cpu()
+            for name, parameter in self._trained(module)
+            if name in shards
+        }
+
+    def empty(self, module: nn.Module, shards: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Whole tensors on the CPU to fill, for the parameters among `shards`."""
+        return {
+            name: torch.zeros(_shape(parameter), dtype=shards[name].dtype, device="cpu")
+            for name, parameter in self._trained(module)
+            if name in shards
+        }
+
+    def cut(self, module: nn.Module, shards: Mapping[str, Tensor], whole: Mapping[str, Tensor]) -> None:
+        """Fills such tensors as `shards` gives with this rank's part of whole ones."""
+        for name, parameter in self._trained(module):
+            if name in whole:
+                start, value = self._own_part(parameter)[1], whole[name].flatten()
+                part = value[start : start + shards[name].numel()]
+                shards[name][: part.numel()].copy_(part)
+
+    def _trained(self, module: nn.Module) -> list[tuple[str, nn.Parameter]]:
+        partitions = self._flat_partitions()
+        return [(canonical_name(name), p) for name, p in module.named_parameters() if id(p) in partitions]
+
+    def _own_part(self, parameter: Any) -> tuple[Tensor, int]:
+        """This rank's float32 part, and where it begins in the flat parameter. Stage 3 pads the parts to equal lengths."""
+        if self._stage == 3:
+            own: Tensor = parameter._z3_optimizer._get_fp32_opt_state_partition(parameter, release_swap_buffers=False)[
+                0
+            ]
+            return own, own.numel() * torch.distributed.get_rank()
+        mapping = parameter._hp_mapping
+        if mapping is None:
+            return torch.zeros(0, device=parameter.device), 0
+        return mapping.get_hp_fragment(), mapping.lp_fragment_address.start
+
+    def _gather(self, parameter: Any, own: Tensor) -> Tensor:
+        start, size = self._own_part(parameter)[1], math.prod(_shape(parameter))
+        flat = torch.zeros(size, dtype=own.dtype, device=parameter.device)
+        part = own.flatten()[: max(size - start, 0)]
+        flat[start : start + part.numel()].copy_(part)
+        group = parameter.ds_process_group if self._stage == 3 else parameter._dp_group
+        torch.distributed.all_reduce(flat, group=group)
+        return flat.view(_shape(parameter))
 
     # -- optimizer ------------------------------------------------------------------------------------------------------
 
