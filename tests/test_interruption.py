@@ -558,7 +558,8 @@ def watched_fit(
 ) -> tuple[list[str], Trainer]:
     """One fit, which ends itself at a step's checkpoint; where it came and its Trainer."""
     notes = DiesAtCheckpoint(step)
-    checkpoints = ModelCheckpoint(folder, every_n_train_steps=4, save_top_k=-1)
+    # In place: it dies between the commit and what belongs after the step.
+    checkpoints = ModelCheckpoint(folder, every_n_train_steps=4, save_top_k=-1, asynchronous=False)
     limits = {"max_steps": 12, "val_check_interval": 4, "num_sanity_val_steps": 0, **arguments}
     trainer = quiet_trainer(strategy="single", callbacks=[notes, *more, checkpoints], **limits)
     with contextlib.suppress(Died):
@@ -587,7 +588,7 @@ def test_what_belongs_after_a_checkpointed_step_comes_first_after_a_resume(
 def test_an_epoch_that_was_trained_before_the_resume_has_no_training_metrics_and_that_is_no_error(
     tmp_path: Path,
 ) -> None:
-    more = [EarlyStopping("loss", patience=9), ModelCheckpoint(tmp_path / "best", monitor="loss")]
+    more = [EarlyStopping("loss", patience=9), ModelCheckpoint(tmp_path / "best", monitor="loss", asynchronous=False)]
     watched_fit(tmp_path / "all", 4, Watched("loss"), more)
     lines, trainer = watched_fit(tmp_path / "all", None, Watched("loss"), more)
     assert lines == [
@@ -608,7 +609,7 @@ def test_a_validation_in_the_middle_of_an_epoch_is_owed_too(tmp_path: Path) -> N
     loader = repeated([*VALUES, *VALUES], 1)
     for step, expected in ((4, []), (None, ["validated 4", "validated 8", "epoch end 8", "train end 8"])):
         notes = DiesAtCheckpoint(step)
-        callbacks = [notes, ModelCheckpoint(tmp_path, every_n_train_steps=4, save_top_k=-1)]
+        callbacks = [notes, ModelCheckpoint(tmp_path, every_n_train_steps=4, save_top_k=-1, asynchronous=False)]
         trainer = quiet_trainer(strategy="single", callbacks=callbacks, num_sanity_val_steps=0, **arguments)
         with contextlib.suppress(Died):
             trainer.fit(Scalar(), loader, repeated([0.0], 1), ckpt_path="auto")
