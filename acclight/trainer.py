@@ -190,6 +190,8 @@ class Trainer:
         self.callback_metrics: dict[str, torch.Tensor] = {}
         self.logged_metrics: dict[str, float] = {}
         self._shown_in_progress: dict[str, float] = {}
+        #: Those of `callback_metrics` that the newest validation of this fit has logged.
+        self._validated: dict[str, torch.Tensor] = {}
         self.optimizers: list[torch.optim.Optimizer] = []
         self.lr_scheduler_configs: list[SchedulerConfig] = []
         self.data: TrainData | None = None
@@ -631,8 +633,22 @@ class Trainer:
         for step, values in rows if self.is_global_zero else ():
             guarded.write(self.loggers, {"epoch": self.current_epoch, **values}, step)
 
+    def show_validation(self, shown: Shown) -> None:
+        """Likewise what a whole validation of a fit has logged.
+
+        What the one before it logged and this one did not (of a loader that is gone, say) no longer stands for the model.
+        """
+        for name, value in self._validated.items():
+            # Training may have logged the name since.
+            if name not in shown.callback and self.callback_metrics.get(name) is value:
+                for metrics in (self.callback_metrics, self.logged_metrics, self._shown_in_progress):
+                    metrics.pop(name, None)
+        self.show(shown)
+        self._validated = {name: self.callback_metrics[name] for name in shown.callback}
+
     def forget_metrics(self) -> None:
         """Drops what was shown so far."""
+        self._validated.clear()
         self.callback_metrics.clear()
         self.logged_metrics.clear()
         self._shown_in_progress.clear()

@@ -40,8 +40,10 @@ class Monitor:
     def observe(self, trainer: Trainer) -> None:
         """Notes whether the metric was logged since the last look."""
         value = trainer.callback_metrics.get(self.name)
+        if value is None:
+            self._fresh_at = -1
         # A value that is logged again is another object, also where it is the same number.
-        if value is not None and value is not self._seen:
+        elif value is not self._seen:
             self._seen = value
             self._fresh_at = trainer.global_step
 

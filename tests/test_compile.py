@@ -219,6 +219,23 @@ def test_compiled_training_is_the_same_on_two_ranks(strategy: str, given: dict[s
 
 
 @on_two_ranks
+@pytest.mark.parametrize("regional", [False, True])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+def test_no_graph_breaks_on_two_ranks(strategy: str, regional: bool) -> None:
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    graphs = Graphs()
+    trainer = quiet_trainer(
+        strategy=strategy, max_steps=6, compile={"backend": graphs, "regional": regional}, log_every_n_steps=1
+    )
+    trainer.fit(Net(), DataLoader(rows(24), batch_size=2), DataLoader(rows(7), batch_size=2))
+    assert not torch._dynamo.utils.counters["graph_break"]
+    # Whole steps, or single blocks: for training, for validation and for its smaller last batch.
+    assert 2 <= len(graphs.operations) <= 4
+    assert all(operations.count("linear") == (1 if regional else 4) for operations in graphs.operations)
+
+
+@on_two_ranks
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
 def test_inductor_on_two_ranks(strategy: str) -> None:
     torch._dynamo.reset()

@@ -489,6 +489,23 @@ def test_ranks_with_different_numbers_of_batches_stop_together(strategy: str) ->
     assert results[0]["val_loss"] == pytest.approx((w - 1.0) ** 2 / 2)
 
 
+@on_two_ranks
+@pytest.mark.parametrize(
+    ("accumulate", "held", "steps"),
+    [(1, "rank 0: 3, rank 1: 4 or more", 3), (2, "rank 0: 3, rank 1: 4 or more", 2), (8, "rank 0: 3, rank 1: 5", 1)],
+)
+def test_the_warning_says_how_much_of_each_stream_is_known(accumulate: int, held: str, steps: int) -> None:
+    """Streams are not read further than to the window in which one ends: batches 1 to 4, 1 to 4, and all."""
+    trainer = quiet_trainer(strategy="ddp", max_epochs=1, accumulate_grad_batches=accumulate)
+    rank = trainer.global_rank
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(Scalar(), DataLoader(OwnStream(3 if rank == 0 else 5), batch_size=1))
+    said = f"the ranks hold different numbers of training batches ({held}); all stop at the shortest"
+    assert [text for w in caught if "stop at" in (text := str(w.message))] == ([said] if rank == 0 else [])
+    assert trainer.global_step == steps
+
+
 # --- errors ------------------------------------------------------------------------------------------------------------
 
 

@@ -12,6 +12,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from acclight import Callback, DataModule, Trainer, TrainModule
+from acclight.callbacks.monitor import Monitor
 from tests.distributed import RankChecks
 from tests.scenarios import Scalar, quiet_trainer
 
@@ -165,3 +166,70 @@ def test_every_rank_asks_again() -> None:
     trainer.fit(module, datamodule=data)
     assert data.asked == [(name, epoch) for epoch in (0, 1, 2) for name in ("train", "val")]
     assert [int(x // 100) for [x] in module.trained] == [0, 1, 1, 2, 2]
+
+
+class Fewer(DataModule):
+    """Two validation loaders in the first epoch, one afterwards."""
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(torch.ones(4))
+
+    def val_dataloader(self) -> Any:
+        assert self.trainer is not None
+        loaders = [DataLoader(torch.full((2,), value)) for value in (1.0, 3.0)]
+        return loaders if self.trainer.current_epoch == 0 else loaders[:1]
+
+
+class LogsPerLoader(Scalar):
+    """A validation of two loaders logs a name, too, that training logs on its steps."""
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        self.log("both", 7.0)
+        return self.loss(batch)
+
+    def validation_step(self, batch: torch.Tensor, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.log("v", batch.mean(), prog_bar=True)
+        if self.current_epoch == 0:
+            self.log("both", 5.0, add_dataloader_idx=False)
+            self.log("once", 5.0, add_dataloader_idx=False)
+
+
+class Shows(Callback):
+    """What stands after each validation, and what a monitor of the second loader reads."""
+
+    def __init__(self) -> None:
+        self.seen: list[dict[str, float]] = []
+        self.watched: list[float | None] = []
+        self.monitor = Monitor("v/dataloader_idx_1", "min")
+
+    def on_validation_end(self, trainer: Trainer, module: TrainModule) -> None:
+        self.seen.append({name: float(value) for name, value in trainer.callback_metrics.items()})
+        self.watched.append(self.monitor.value(trainer))
+
+
+def drops_what_is_not_logged_again(strategy: str) -> None:
+    shows = Shows()
+    trainer = quiet_trainer(
+        strategy=strategy, max_epochs=2, reload_dataloaders_every_n_epochs=1, num_sanity_val_steps=0,
+        log_every_n_steps=1, callbacks=shows,
+    )  # fmt: skip
+    trainer.fit(LogsPerLoader(), datamodule=Fewer())
+    first = {"v/dataloader_idx_0": 1.0, "v/dataloader_idx_1": 3.0, "both": 5.0, "once": 5.0}
+    assert shows.seen == [first, {"v": 1.0, "both": 7.0}]
+    assert shows.watched == [3.0, None]
+    assert trainer.logged_metrics == {"v": 1.0, "both": 7.0}
+    assert trainer.progress_bar_metrics == {"v": 1.0}
+    watch = Monitor("v", "min")
+    assert watch.value(trainer) == 1.0
+    trainer.forget_metrics()
+    assert watch.value(trainer) is None
+
+
+def test_values_of_a_loader_that_is_gone_do_not_stand_for_the_newest_validation() -> None:
+    drops_what_is_not_logged_again("single")
+
+
+@on_two_ranks
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2", "deepspeed_stage_3"])
+def test_values_of_a_loader_that_is_gone_are_dropped_on_every_rank(strategy: str) -> None:
+    drops_what_is_not_logged_again(strategy)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
@@ -157,6 +158,60 @@ def check_tie(strategy: Any, world: int, folder: Path) -> None:
     close({name: whole(second, name) for name in sorted(expected)}, expected)
 
 
+class Shared(TrainModule):
+    """One layer under two names, used under both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(3, 3)
+        self.second = self.first
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        return (self.second(torch.tanh(self.first(batch))) - 1.0).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.05)
+
+
+def stays_shared(strategy: Any, world: int, folder: Path) -> None:
+    from acclight.checkpoint.reader import Reader
+
+    torch.manual_seed(0)
+    expected = twin(Shared(), rows(24, 3), steps=3, batch=4)
+    torch.manual_seed(0)
+    module = Shared()
+    trainer = quiet_trainer(strategy=strategy, max_steps=3)
+    trainer.fit(module, DataLoader(rows(24, 3), batch_size=4 // world))
+    assert module.second is module.first
+    trainer.save_checkpoint(folder / "saved")
+    assert sorted(Reader(folder / "saved").model_tensors) == ["first.bias", "first.weight"]
+    weights = checkpoint.load_weights(folder / "saved")
+    close(weights, expected)
+    again = Shared()
+    again.load_state_dict(weights, strict=True)
+    assert again.second is again.first
+    # After a resume both uses move the one layer on.
+    torch.manual_seed(0)
+    further = twin(Shared(), rows(24, 3), steps=6, batch=4)
+    resumed = Shared()
+    second = quiet_trainer(strategy=strategy, max_steps=6)
+    second.fit(resumed, DataLoader(rows(24, 3), batch_size=4 // world), ckpt_path=folder / "saved")
+    assert resumed.second is resumed.first
+    close({name: whole(second, name) for name in sorted(further)}, further)
+
+
+def test_a_module_under_two_names_in_one_process(tmp_path: Path) -> None:
+    stays_shared("single", 1, tmp_path)
+
+
+@on_two_ranks
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2", "deepspeed_stage_3"])
+def test_a_module_under_two_names_on_two_ranks(strategy: str, tmp_path: Path) -> None:
+    # Under FSDP2 the shared layer becomes a unit of its own.
+    own = FSDP2Strategy(auto_wrap_policy="SIZE_BASED_WRAP", min_num_params=4)
+    stays_shared(own if strategy == "fsdp2" else strategy, 2, tmp_path)
+
+
 def test_a_tie_in_one_process(tmp_path: Path) -> None:
     check_tie("single", 1, tmp_path)
 
@@ -276,16 +331,43 @@ def test_an_exception_that_was_caught_is_not_held_against_the_next_fit() -> None
 
 
 class SignalsItself(Callback):
-    """Rank 0 alone gets SIGTERM at one step."""
+    """Rank 0 alone gets SIGTERM at one step, or in the validation after it.
+
+    Attributes:
+        validated: The steps after which a validation came to its end.
+    """
+
+    def __init__(self, *, in_validation: bool) -> None:
+        self.in_validation = in_validation
+        self.validated: list[int] = []
+
+    def signal(self, trainer: Trainer, *, in_validation: bool) -> None:
+        if self.in_validation == in_validation and trainer.global_rank == 0 and trainer.global_step == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
 
     def on_step(self, trainer: Trainer, module: TrainModule) -> None:
-        if trainer.global_rank == 0 and trainer.global_step == 3:
-            os.kill(os.getpid(), signal.SIGTERM)
+        self.signal(trainer, in_validation=False)
+
+    def on_validation_batch_end(
+        self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        if batch_idx == 0:
+            self.signal(trainer, in_validation=True)
+
+    def on_validation_end(self, trainer: Trainer, module: TrainModule) -> None:
+        # The validation that was interrupted counts all that it should: the samples 0 and 2 of both ranks.
+        w = float(whole(trainer, "w"))
+        assert trainer.callback_metrics["val_loss"].item() == pytest.approx((w**2 + (w - 2.0) ** 2) / 4, rel=1e-5)
+        self.validated.append(trainer.global_step)
 
 
 @on_two_ranks
-@pytest.mark.parametrize("strategy", DISTRIBUTED)
-def test_a_signal_to_one_rank_saves_on_all_and_the_run_goes_on(strategy: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("strategy", "in_validation"), [*((strategy, False) for strategy in DISTRIBUTED), ("fsdp2", True)]
+)
+def test_a_signal_to_one_rank_saves_on_all_and_the_run_goes_on(
+    strategy: str, in_validation: bool, tmp_path: Path
+) -> None:
     values, expected = [float(i % 7) for i in range(24)], 0.0
     for value in values:
         expected -= 0.1 * (expected - value)
@@ -293,13 +375,17 @@ def test_a_signal_to_one_rank_saves_on_all_and_the_run_goes_on(strategy: str, tm
     former = signal.signal(signal.SIGTERM, lambda signum, frame: seen.append(signum))
     try:
         saving = ModelCheckpoint(tmp_path / "saved")
-        stopped = quiet_trainer(strategy=strategy, max_epochs=1, callbacks=[SignalsItself(), saving])
-        stopped.fit(Scalar(lr=0.1), repeated(values, 2))
+        signals = SignalsItself(in_validation=in_validation)
+        stopped = quiet_trainer(
+            strategy=strategy, max_epochs=1, callbacks=[signals, saving], val_check_interval=3, num_sanity_val_steps=0
+        )
+        stopped.fit(Scalar(lr=0.1), repeated(values, 2), repeated([0.0, 2.0], 2) if in_validation else None)
     finally:
         signal.signal(signal.SIGTERM, former)
     # Also the rank that the system did not tell hears of it; quick steps ask each other every 16th time at the latest.
     assert (seen, stopped.interrupted) == ([signal.SIGTERM], True)
     assert 3 <= stopped.global_step <= 19
+    assert signals.validated == (list(range(3, stopped.global_step + 1, 3)) if in_validation else [])
     assert [p.name for p in (tmp_path / "saved").iterdir()] == [f"step-{stopped.global_step:08d}"]
     trainer = quiet_trainer(strategy=strategy, max_epochs=1)
     module = Scalar(lr=0.1)
@@ -415,7 +501,9 @@ class Model(TrainModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 module = Model()
-trainer = Trainer(precision="32", max_steps=1, default_root_dir=sys.argv[1], enable_progress_bar=False)
+trainer = Trainer(
+    precision="32", max_steps=1, accumulate_grad_batches=2, default_root_dir=sys.argv[1], enable_progress_bar=False
+)
 trainer.fit(module, DataLoader(torch.ones(4, 3), batch_size=1))
 line = f"rank {trainer.global_rank} of {trainer.world_size} {trainer.strategy.name} {module.seen} {trainer.log_dir}"
 sys.stdout.write(line + "\\n")  # at once: print() writes the end of the line by itself, and the ranks' lines mingle
@@ -451,6 +539,29 @@ def test_the_scripts_precision_wins_and_the_ranks_share_a_folder(launcher: str, 
     assert all("of 2 ddp torch.float32" in line for line in lines), done.stdout
     assert done.stdout.count("precision='32' of the script wins over 'bf16' of the launcher") == 1
     assert done.stdout.count("precision 32-true") == 1
+    [saved] = (tmp_path / "runs").rglob("trainer.json")
+    in_force(saved, strategy="ddp", world_size=2, precision="32-true", accumulate_grad_batches=2)
+
+
+def in_force(saved: Path, **settings: Any) -> None:
+    """A checkpoint's trainer.json has these settings."""
+    document = json.loads(saved.read_text())
+    assert {name: document[name] for name in settings} == settings
+
+
+@on_two_ranks
+@pytest.mark.parametrize("strategy", DISTRIBUTED)
+def test_a_checkpoint_says_what_was_in_force(strategy: str, tmp_path: Path) -> None:
+    trainer = quiet_trainer(strategy=strategy, precision="bf16-mixed", accumulate_grad_batches=3, max_steps=1)
+    trainer.fit(Scalar(), repeated([1.0, 2.0, 3.0], 2))
+    trainer.save_checkpoint(tmp_path / "saved")
+    in_force(
+        tmp_path / "saved" / "trainer.json",
+        strategy=strategy,
+        world_size=2,
+        precision="bf16-mixed",
+        accumulate_grad_batches=3,
+    )
 
 
 # --- FSDP2: what becomes a unit, and what cannot work ----------------------------------------------------------------------

@@ -259,8 +259,9 @@ class FitLoop:
             if unknown:
                 lengths = self.core.gather_objects(len(window))
                 if len(set(lengths)) > 1:
-                    done, least = self.data.batches_done, min(lengths)
-                    self.warn_uneven([f"{done + n}{'' if n == least else ' or more'}" for n in lengths])
+                    # A full window says nothing of what comes after it.
+                    done = self.data.batches_done
+                    self.warn_uneven([f"{done + n}{'' if n < size else ' or more'}" for n in lengths])
                 window = window[: min(lengths)]
             if not window:
                 return

@@ -116,7 +116,7 @@ class FitValidation:
                 call()
             with paused_training(trainer, "validation"):
                 shown = evaluate(trainer, "validation", self.data)
-                trainer.show(shown)
+                trainer.show_validation(shown)
                 if not trainer.sanity_checking:
                     # Before the hook, in which checkpoints are written.
                     trainer.progress.validated_at = trainer.global_step
