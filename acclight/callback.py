@@ -82,7 +82,7 @@ class Callback:
             on_validation_epoch_end, on_validation_end
             on_validation_model_train
 
-        save:
+        save (on_checkpoint comes after a later step where training goes on meanwhile):
             on_save_checkpoint, on_checkpoint
 
     `validate`, `test` and `predict` run the first two lines of fit with their own loader and without configure_optimizers,
@@ -239,7 +239,11 @@ class Callback:
         """After a predict_step, with what it returned."""
 
     def on_checkpoint(self, trainer: Trainer, module: TrainModule, checkpoint: Path) -> None:
-        """On every rank, once a checkpoint is committed and readable."""
+        """On every rank, once a checkpoint is committed and readable.
+
+        Of one that is written while training goes on, it comes after a later step, the same on every rank, and at the latest
+        before the next save begins or the training ends.
+        """
 
     def on_save_checkpoint(self, trainer: Trainer, module: TrainModule, checkpoint: dict[str, Any]) -> None:
         """May add plain values and tensors to what a checkpoint holds (its `trainer.json`)."""
