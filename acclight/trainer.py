@@ -289,6 +289,7 @@ class Trainer:
             if begun is not None and begun["dataset"] == self.data.state_dict()["dataset"]:
                 self.data.load_state_dict(begun)
             self._prepare(training=True, resumed=reader)
+            self.core.begin_fit()
             if reader is not None:
                 snapshot.restore(self, reader)
                 self.metrics.forget_training()
@@ -647,6 +648,7 @@ class Trainer:
         """Lets go of the module and of what belonged to the run."""
         self.state = None
         self.loaders = None
+        self.core.left_in_window |= self._loop is not None and self._loop.in_window
         self._loop = None
         self._pending_saves = []
         self.metrics.end_window()
@@ -675,6 +677,7 @@ class Trainer:
         if resumed is not None:
             snapshot.restore_position(self, resumed)
         if training:
+            self.core.check_trained(module)
             self.optimizers, self.lr_scheduler_configs = read_optimizers(module)
             if not self.optimizers and self.core.strategy.kind == "deepspeed":
                 raise ValueError(
