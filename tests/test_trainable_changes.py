@@ -5,6 +5,7 @@ Rank r of two reads the value 1 + 2r, and the mean is 2: each step subtracts 2 f
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -338,6 +339,53 @@ def test_a_frozen_module_is_not_fitted(strategy: str) -> None:
     model.a.requires_grad_(False)
     with pytest.raises(ValueError, match=r"TwoParts has frozen parameters only.*leave some unfrozen before fit"):
         quiet_trainer(strategy=strategy, max_epochs=1).fit(model, repeated([1.0], 2))
+
+
+class Evaluated(TwoParts):
+    """Another Trainer validates it at the end of each epoch."""
+
+    def __init__(self, strategy: str) -> None:
+        super().__init__({}, frozen=False)
+        self.strategy = strategy
+        self.seen: list[float] = []
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.log("b", self.b.mean())
+
+    def on_train_epoch_end(self) -> None:
+        other = quiet_trainer(strategy=self.strategy)
+        self.seen.append(other.validate(self, batches(self.strategy), verbose=False)[0]["b"])
+
+
+def check_another_trainer_evaluates_within_a_fit(strategy: str) -> None:
+    model = Evaluated(strategy)
+    trainer = quiet_trainer(strategy=strategy, max_epochs=3)
+    trainer.fit(model, batches(strategy), batches(strategy))
+    assert model.seen == [-6.0, -12.0, -18.0]
+    # The fit goes on with its own Trainer: what its validations log is still its own.
+    assert trainer.callback_metrics["b"] == -18.0
+
+
+@on_two_ranks
+def test_another_trainer_evaluates_within_a_fit_under_ddp() -> None:
+    check_another_trainer_evaluates_within_a_fit("ddp")
+
+
+def test_another_trainer_evaluates_within_a_fit_in_one_process() -> None:
+    check_another_trainer_evaluates_within_a_fit("single")
+
+
+@on_two_ranks
+def test_another_trainer_is_refused_a_module_that_a_fit_has_sharded() -> None:
+    with pytest.raises(
+        RuntimeError, match="validate was called for a module whose fit another Trainer runs, and 'fsdp2'"
+    ):
+        trained(Evaluated("fsdp2"), "fsdp2")
+
+
+def test_a_trainer_is_not_copied() -> None:
+    with pytest.raises(TypeError, match="a Trainer cannot be copied: make a new one"):
+        copy.deepcopy(quiet_trainer())
 
 
 class Layers(TrainModule):
