@@ -216,10 +216,13 @@ class AcceleratorCore:
         self.data_rank = self.global_rank // self._ranks_per_batch
         self.data_world_size = self.world_size // self._ranks_per_batch
         vars(rank_zero_only)["rank"] = self.global_rank
-        self._trainable: list[nn.Parameter] = []
+        #: Frozen ones too: which of them are trained may change at any time, and those that are have gradients.
+        self._parameters: list[nn.Parameter] = []
         self._norm: Tensor | None = None
         #: What the strategy was told last; None when that is no longer sure.
         self._synced: bool | None = True
+        #: A fit has ended within a window.
+        self.left_in_window = False
         self.step_module: StepModule
         self.forward: Callable[..., Any]
         self.prepared = False
@@ -307,6 +310,18 @@ class AcceleratorCore:
                 "parameters: save with the other Trainer"
             )
 
+    def check_trained(self, module: nn.Module) -> None:
+        """Raises ValueError for a fit of a module without trained parameters where the strategy exchanges their gradients."""
+        if not self.strategy.distributed or any(p.requires_grad for p in module.parameters()):
+            return
+        frozen = any(True for _ in module.parameters())
+        raise ValueError(
+            f"{type(module).__name__} has {'frozen parameters only' if frozen else 'no parameters'}, so that fit under "
+            f"{self.strategy.name!r} has nothing to train: "
+            + ("leave some unfrozen before fit" if frozen else "make them in __init__ or configure_model")
+            + ", or use validate, test or predict"
+        )
+
     def prepare(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         """Wraps the user's module, anew where an evaluation has wrapped it before, and binds the optimizers to it."""
         if not self.prepared or self.step_module.module is not module:
@@ -322,7 +337,7 @@ class AcceleratorCore:
             # Accelerate wraps forward in its own autocast and turns every output into float32; the thin module's autocast
             # surrounds the step already, and outputs keep the type that the user gave them. (fp8's recipes live in there.)
             self.step_module.__dict__.pop("forward", None)
-        self._trainable = [p for p in module.parameters() if p.requires_grad]
+        self._parameters = list(module.parameters())
         self.prepared = True
         make_whole = self.strategy.way_back(module)
         if make_whole is not None:
@@ -335,6 +350,13 @@ class AcceleratorCore:
         return self.step_module(step, *args)
 
     # -- one window ---------------------------------------------------------------------------------------------------
+
+    def begin_fit(self) -> None:
+        """Forgets what is left of a window that an exception has ended in an earlier fit; every rank calls it."""
+        if self.any_rank(self.left_in_window):
+            self.strategy.forget_window()
+            self._synced = None
+        self.left_in_window = False
 
     def begin_micro_batch(self, last: bool) -> None:
         """Announces the next forward and backward; `last` ends the window, and gradients are averaged over the ranks."""
@@ -381,7 +403,7 @@ class AcceleratorCore:
         self._norm = None
         self.strategy.reset_clipping()
         if self.clip_val > 0.0 and not skip:
-            self.clip_gradients(self._trainable, self.clip_val, self.clip_algorithm)
+            self.clip_gradients(self._parameters, self.clip_val, self.clip_algorithm)
 
     def clip_gradients(self, parameters: Sequence[nn.Parameter], value: float, algorithm: str) -> None:
         """Clips the gradients of some parameters by their common norm, or by element."""
@@ -392,7 +414,7 @@ class AcceleratorCore:
 
     def scale_gradients(self, factor: Tensor) -> None:
         """Multiplies the window's gradients; for losses whose count is known only after the forward."""
-        self.strategy.scale_gradients(self._trainable, factor)
+        self.strategy.scale_gradients(self._parameters, factor)
 
     def finish_window(self) -> None:
         """Averages the gradients of a window over the ranks after all, when its last micro-batch had no backward."""
@@ -444,7 +466,7 @@ class AcceleratorCore:
         if norm is not None:
             return norm
         if self._norm is None:
-            gradients = [p.grad for p in self._trainable if p.grad is not None]
+            gradients = [p.grad for p in self._parameters if p.grad is not None]
             self._norm = self.strategy.total_norm(gradients) if gradients else torch.zeros(())
         return float(self._norm)
 

@@ -209,6 +209,8 @@ class Trainer:
         #: While an evaluation runs, the random state that training goes on with.
         self.paused_random_state: dict[str, Any] | None = None
         self._module: TrainModule | None = None
+        #: Another Trainer, in whose run this one evaluates the same module.
+        self._former: Trainer | None = None
         #: The module that is wrapped, and whether with its optimizers.
         self._prepared: tuple[TrainModule, bool] | None = None
         self._pending_saves: list[tuple[Path, bool, bool]] = []
@@ -239,6 +241,9 @@ class Trainer:
         #: Without those of a module, and the module whose callbacks have been added.
         self._own_callbacks = self.callbacks
         self._callbacks_of: TrainModule | None = None
+
+    def __deepcopy__(self, memo: Any) -> Trainer:
+        raise TypeError("a Trainer cannot be copied: make a new one with the same arguments")
 
     def _make_callbacks(
         self, given: Callback | Sequence[Callback] | None, progress: bool, checkpoints: bool, summary: bool
@@ -294,6 +299,7 @@ class Trainer:
             if begun is not None and begun["dataset"] == self.data.state_dict()["dataset"]:
                 self.data.load_state_dict(begun)
             self._prepare(training=True, resumed=reader)
+            self.core.begin_fit()
             if reader is not None:
                 snapshot.restore(self, reader)
                 self.metrics.forget_training()
@@ -662,6 +668,14 @@ class Trainer:
 
     def begin_session(self, state: str, module: TrainModule, datamodule: DataModule | None) -> None:
         """Binds the module to this Trainer: its callbacks, once for each module, and its hooks."""
+        former = module._trainer
+        spread = [t.strategy.name for t in (former, self) if t is not None and t.strategy.kind not in ("single", "ddp")]
+        if former is not None and spread:
+            raise RuntimeError(
+                f"{state} was called for a module whose {former.state} another Trainer runs, and {spread[0]!r} changes its "
+                f"parameters: call {state} after that {former.state}, or give it a copy that was made before"
+            )
+        self._former = former
         self._module = module
         self.datamodule = datamodule
         module._trainer = self
@@ -673,7 +687,7 @@ class Trainer:
             names = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
             self._transfers = [getattr(datamodule, name, None) or getattr(module, name) for name in names]
         except BaseException:
-            module._trainer = None
+            module._trainer = former
             raise
         self.state = state
         if datamodule is not None:
@@ -687,10 +701,11 @@ class Trainer:
         """Lets go of the module and of what belonged to the run."""
         self.state = None
         self.loaders = None
+        self.core.left_in_window |= self._loop is not None and self._loop.in_window
         self._loop = None
         self._pending_saves = []
         self.metrics.end_window()
-        self.module._trainer = None
+        self.module._trainer, self._former = self._former, None
         if self.datamodule is not None:
             self.datamodule.trainer = None
 
@@ -715,6 +730,7 @@ class Trainer:
         if resumed is not None:
             snapshot.restore_position(self, resumed)
         if training:
+            self.core.check_trained(module)
             self.optimizers, self.lr_scheduler_configs = read_optimizers(module)
             if not self.optimizers and self.core.strategy.kind == "deepspeed":
                 raise ValueError(

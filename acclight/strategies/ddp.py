@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKwargs
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -67,6 +70,8 @@ class DDPStrategy(Strategy):
             "gradient_as_bucket_view": gradient_as_bucket_view,
         }
         self._reached: ReachedParameters | None = None
+        #: How often another set of parameters was trained from then on.
+        self._rewraps = 0
         if bucket_cap_mb is not None:
             self._arguments["bucket_cap_mb"] = bucket_cap_mb
         self._communication = {
@@ -88,19 +93,95 @@ class DDPStrategy(Strategy):
     def prepare(self, accelerator: Any, step_module: nn.Module, optimizers: Sequence[Optimizer]) -> Callable[..., Any]:
         self._reached = None
         super().prepare(accelerator, step_module, optimizers)
+        self._accelerator = accelerator
+        self._notes = process_group.SharedNotes(dist.get_world_size())
+        self._note_trained()
         return self._forward
 
+    def _note_trained(self) -> None:
+        """Keeps what the reducer knows: it averages the parameters that were trained when it was made."""
+        named = list(self.step_module.get_submodule("module").named_parameters())
+        self._averaged = {canonical_name(name): p for name, p in named if p.requires_grad}
+        self._frozen = {canonical_name(name): p for name, p in named if not p.requires_grad}
+
     def _forward(self, *args: Any) -> Any:
-        try:
-            return self.wrapped(*args)
-        except RuntimeError as error:
-            if "Expected to have finished reduction in the prior iteration" not in str(error):
-                raise
-            named = self.step_module.get_submodule("module").named_parameters()
-            unused = [canonical_name(name) for name, p in named if p.requires_grad and p.grad is None]
-            few = ", ".join(unused[:8]) + (f" and {len(unused) - 8} more" if len(unused) > 8 else "")
+        if isinstance(self.wrapped, DistributedDataParallel) and self.wrapped.require_backward_grad_sync:
+            unfrozen, frozen = self._unfrozen(), [n for n, p in self._averaged.items() if not p.requires_grad]
+            if unfrozen or frozen:
+                self._agree(unfrozen, frozen)
+                self._wrap_again()
+        return self.wrapped(*args)
+
+    def _unfrozen(self) -> list[str]:
+        return [name for name, parameter in self._frozen.items() if parameter.requires_grad]
+
+    def _agree(self, unfrozen: Sequence[str], frozen: Sequence[str]) -> None:
+        """Raises RuntimeError unless every rank has frozen and unfrozen the same: what follows is a collective."""
+        # A rank that has not goes on to its backward, and waits there as long as the process group allows.
+        seconds = self.timeout.total_seconds() / 2
+        if not self._notes.agree(f"{self._rewraps}:{','.join(unfrozen)}:{','.join(frozen)}", seconds):
+            changes = [f"{what} {_few(names)}" for what, names in (("unfrozen", unfrozen), ("frozen", frozen)) if names]
             raise RuntimeError(
-                f"the last training_step has left without a gradient, which DDP waits for: {few or 'some parameters'}; use them, "
+                f"rank {dist.get_rank()} has {' and '.join(changes)} during the training, and the other ranks have not within "
+                f"{seconds:g} s: freeze and unfreeze the same parameters on every rank"
+            )
+        self._rewraps += 1
+
+    def _wrap_again(self) -> None:
+        """Makes a new reducer, for the parameters that are trained now. A collective."""
+        former: Any = self.wrapped
+        if not any(p.requires_grad for p in self.step_module.parameters()):
+            raise RuntimeError("all parameters are frozen now, so that there is nothing to train: leave some unfrozen")
+        former._remove_autograd_hooks()
+        # As Accelerate does, without what it does to the model itself, which is done.
+        handler = self._accelerator.ddp_handler
+        wrapped = DistributedDataParallel(
+            former.module, device_ids=former.device_ids, output_device=former.output_device, **handler.to_kwargs()
+        )
+        handler.register_comm_hook(wrapped)
+        self.wrapped = wrapped
+        self._note_trained()
+
+    def forget_window(self) -> None:
+        # The reducer may be in the middle of a backward.
+        if isinstance(self.wrapped, DistributedDataParallel):
+            self._wrap_again()
+
+    def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
+        super().backward(loss, retain_graph=retain_graph)
+        wrapped = self.wrapped
+        if not isinstance(wrapped, DistributedDataParallel) or not wrapped.require_backward_grad_sync:
+            return
+        self._check_averaged(wrapped)
+        if unfrozen := self._unfrozen():
+            # Within training_step, where the reducer had been made already; the next forward makes a new one.
+            self._agree(unfrozen, [])
+            for name in unfrozen:
+                parameter = self._frozen[name]
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+                dist.all_reduce(parameter.grad)
+                parameter.grad /= dist.get_world_size()
+
+    def _check_averaged(self, wrapped: Any) -> None:
+        """Raises RuntimeError where the reducer still waits for a gradient, so that none is averaged."""
+        try:
+            wrapped._check_reducer_finalized()
+        except RuntimeError as error:
+            # torch gives their numbers alone.
+            numbers = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
+            if numbers is None:
+                raise
+            names = list(self._averaged)
+            unused = [names[int(number)] for number in numbers[1].split()]
+            frozen = [name for name in unused if not self._averaged[name].requires_grad]
+            if frozen:
+                raise RuntimeError(
+                    f"training_step has frozen {_few(frozen)}, for whose gradients DDP waits in this step: freeze them in a "
+                    "hook before it, such as on_train_batch_start or on_train_epoch_start"
+                ) from error
+            raise RuntimeError(
+                f"the last training_step has left without a gradient, which DDP waits for: {_few(unused)}; use them, "
                 "freeze them, or give DDPStrategy(find_unused_parameters=True)"
             ) from error
 
@@ -128,6 +209,11 @@ class DDPStrategy(Strategy):
     def set_gradient_sync(self, sync: bool) -> None:
         # What DistributedDataParallel.no_sync() sets; without it the gradients travel once per micro-batch.
         self.wrapped.require_backward_grad_sync = sync  # type: ignore[assignment]
+
+
+def _few(names: Sequence[str]) -> str:
+    """The first names of many."""
+    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
 
 
 def _hook(argument: str, name: str, known: tuple[str, ...]) -> DDPCommunicationHookType:

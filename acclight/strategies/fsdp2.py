@@ -147,6 +147,8 @@ class FSDP2Strategy(Strategy):
         #: What `configure_model` has created without memory.
         self._creation: EmptyCreation | None = None
         self._on_cpu = False
+        #: What the units gather and exchange together.
+        self._groups: list[Any] = []
 
     def environment(self) -> dict[str, str | None]:
         # Accelerate reads its own plugin from these where an argument is None; the strategy has read them already.
@@ -187,12 +189,17 @@ class FSDP2Strategy(Strategy):
             return EmptyCreation(everything=True).active()
         return nullcontext()
 
-    def prepare(self, accelerator: Any, step_module: nn.Module, optimizers: Sequence[Optimizer]) -> nn.Module:
+    def prepare(self, accelerator: Any, step_module: nn.Module, optimizers: Sequence[Optimizer]) -> Callable[..., Any]:
         module = step_module.get_submodule("module")
         if hasattr(self, "wrapped") and self.step_module.get_submodule("module") is module:
             # An evaluation has sharded it, so that the optimizers were made from the shards already.
             self._optimizers = [accelerator.prepare_optimizer(optimizer) for optimizer in optimizers]
-            return self.wrapped
+            return self._forward
+        if next(module.parameters(), None) is None:
+            # An evaluation, with nothing to shard.
+            self.step_module, self._optimizers = step_module, []
+            self.wrapped = step_module.to(accelerator.device)
+            return self._forward
         self._refuse_scalars(module)
         self._refuse_meta(module)
         self._check_checkpointing(module)
@@ -227,7 +234,17 @@ class FSDP2Strategy(Strategy):
         for optimizer, groups in zip(optimizers, group_names, strict=True):
             for group, names in zip(optimizer.param_groups, groups, strict=True):
                 group["params"] = [sharded[name] for name in names]
-        return self.wrapped
+        # torch 2.13 has no public name for them.
+        states: Any = [unit._get_fsdp_state() for unit in self.wrapped.modules() if isinstance(unit, FSDPModule)]
+        self._groups = [group for state in states for group in state._fsdp_param_groups]
+        return self._forward
+
+    def _forward(self, *args: Any) -> Any:
+        # torch reads the types of a unit's gradients from what is trained in its first forward: None where all is frozen.
+        for group in self._groups if torch.is_grad_enabled() else ():
+            if getattr(group, "_orig_dtype", "not seen yet") is None and _any_trained(group):
+                group._init_mp_dtypes()
+        return self.wrapped(*args)
 
     def _prepare_xla(
         self, step_module: nn.Module, units: Sequence[nn.Module], optimizers: Sequence[Optimizer]
@@ -343,6 +360,7 @@ class FSDP2Strategy(Strategy):
             strategy = this()
             if strategy is not None and getattr(strategy, "wrapped", None) is wrapped:
                 del strategy.wrapped
+                strategy._groups = []
 
         return make_whole
 
@@ -350,13 +368,10 @@ class FSDP2Strategy(Strategy):
         self.wrapped.set_requires_gradient_sync(sync)  # type: ignore[operator]
 
     def leaves(self) -> Iterable[Tensor]:
-        # Backward works on the gathered parameters, whatever the module shows; torch 2.13 has no public name for them.
-        # `tests/test_losses.py` fails without.
-        for unit in self.wrapped.modules():
-            if isinstance(unit, FSDPModule):
-                for group in unit._get_fsdp_state()._fsdp_param_groups:
-                    # A unit that has not run yet has none, and no part in the graph.
-                    yield from (p._unsharded_param for p in group.fsdp_params if hasattr(p, "_unsharded_param"))
+        # Backward works on the gathered parameters, whatever the module shows; `tests/test_losses.py` fails without.
+        for group in self._groups:
+            # A unit that has not run yet has none, and no part in the graph.
+            yield from (p._unsharded_param for p in group.fsdp_params if hasattr(p, "_unsharded_param"))
 
     def finish_window(self) -> None:
         self.wrapped.set_requires_gradient_sync(True)  # type: ignore[operator]
@@ -366,6 +381,15 @@ class FSDP2Strategy(Strategy):
         # What micro-batches have gathered lies beside the parameters until it is exchanged.
         self.finish_window()
         super().drop_gradients()
+
+    def forget_window(self) -> None:
+        # Before it is exchanged: the ranks may have come to different places.
+        for group in self._groups:
+            for parameter in group.fsdp_params:
+                parameter.unsharded_accumulated_grad = None
+                if hasattr(parameter, "_unsharded_param"):
+                    parameter._unsharded_param.grad = None
+        self.finish_window()
 
     def _end_backward(self) -> None:
         """What the root does after a backward that has met its hooks: exchange its gradients, and shard its parameters again.
@@ -377,7 +401,7 @@ class FSDP2Strategy(Strategy):
             state._root_post_backward_final_callback()
 
     def manual_forward(self, *args: Any) -> Any:
-        outputs = self.wrapped(*args)
+        outputs = self._forward(*args)
         self.settle()
         return outputs
 
@@ -419,6 +443,10 @@ class FSDP2Strategy(Strategy):
                 shards[name].to(like.device), like.device_mesh, like.placements, shape=like.shape, stride=like.stride()
             )
         return whole
+
+
+def _any_trained(group: Any) -> bool:
+    return any(parameter.sharded_param.requires_grad for parameter in group.fsdp_params)
 
 
 @contextmanager

@@ -229,6 +229,9 @@ class Strategy:
         for index in range(len(self._optimizers)):
             self.zero_grad(index)
 
+    def forget_window(self) -> None:
+        """Forgets what lies beside the gradients of a window that an exception has ended; every rank calls it."""
+
     def scale_gradients(self, parameters: Sequence[nn.Parameter], factor: Tensor) -> None:
         """Multiplies the window's gradients by a factor that is the same on every rank."""
         for parameter in parameters:
