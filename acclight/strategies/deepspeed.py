@@ -20,6 +20,7 @@ from acclight.strategies import ds_config as settings
 from acclight.strategies.fields import Config, reads_config
 from acclight.strategies.loss_scale import LossScale, divided, engine_state, fill_engine
 from acclight.strategies.strategy import Strategy, canonical_name, put_whole
+from acclight.strategies.zero_gradients import ZeroGradients
 
 if TYPE_CHECKING:
     from acclight.strategies.zero_state import ZeroState
@@ -206,6 +207,8 @@ class DeepSpeedStrategy(Strategy):
         # Its hooks hold the engine, and the engine holds them, where Python's garbage collector does not see it.
         self._release = weakref.finalize(self, self._engine.destroy)
         self._release.atexit = False
+        if optimizers:
+            self._gradients = ZeroGradients(self._zero, self.stage)
         if self._loss_scale is not None and optimizers:
             self._zero.override_loss_scale(self._loss_scale.scale)
         return self.wrapped
@@ -272,6 +275,7 @@ class DeepSpeedStrategy(Strategy):
     def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
         # Accelerate's engine wrapper would divide by the accumulation count and step at once, before the step hooks.
         self._engine.backward(loss, retain_graph=retain_graph, scale_wrt_gas=False)
+        self._gradients.after_backward()
 
     def finish_window(self) -> None:
         self.set_gradient_sync(True)
@@ -281,15 +285,7 @@ class DeepSpeedStrategy(Strategy):
             self._zero.finalize_gradient_accumulation_boundary()
 
     def drop_gradients(self) -> None:
-        zero = self._zero
-        zero.zero_grad()
-        if self.stage == 3:
-            return
-        zero.micro_step_id = -1
-        for group in range(len(zero.bit16_groups)):
-            zero.averaged_gradients[group] = zero.all_grad_tensors[group] = None
-        if zero.cpu_offload:
-            zero.reset_cpu_buffers()
+        self._gradients.drop()
 
     def scale_gradients(self, parameters: Sequence[nn.Parameter], factor: Tensor) -> None:
         # The engine divides the gradients, and their norm, by the loss scale in its step.
