@@ -191,3 +191,68 @@ def test_a_window_that_failed_leaves_nothing_to_the_next_fit(stage: int, where: 
     assert trainer.global_step == 3
     for name in ("w", "v.weight"):
         assert torch.equal(whole(trainer, name), torch.full_like(whole(trainer, name), -10.5)), name
+
+
+class Unfrozen(TrainModule):
+    """a and b with the gradients 2 and 6 per element: trained for one epoch of a single step, or for both of them."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.a, self.b = (nn.Parameter(torch.zeros(4)) for _ in range(2))
+        self.b.requires_grad_(how in ("lr", "refrozen"))
+        self.how = how
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        return 2.0 * self.a.sum() + 6.0 * self.b.sum()
+
+    def on_train_start(self) -> None:
+        if self.how == "refrozen":
+            self.b.requires_grad_(False)
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == 0:
+            return
+        groups = self.trainer.optimizers[0]
+        if self.how == "lr":
+            groups.param_groups[1]["lr"] = 1.0
+            return
+        self.b.requires_grad_(True)
+        if self.how == "group":
+            groups.add_param_group({"params": [self.b]})
+
+    def on_train_epoch_end(self) -> None:
+        if self.how == "save" and self.current_epoch == 0:
+            self.trainer.optimizers[0].add_param_group({"params": [nn.Parameter(torch.zeros(4))]})
+            self.trainer.save_checkpoint("saved")
+
+    def configure_optimizers(self) -> Any:
+        if self.how == "lr":
+            return torch.optim.SGD([{"params": [self.a]}, {"params": [self.b], "lr": 0.0}], lr=1.0)
+        return torch.optim.SGD([self.a] if self.how == "group" else [self.a, self.b], lr=1.0)
+
+
+@on_two_ranks
+@pytest.mark.parametrize(
+    ("how", "named"), [("all", "b"), ("group", "b"), ("save", r"what add_param_group .*group 1\)")]
+)
+@pytest.mark.parametrize("stage", STAGES)
+def test_parameters_that_come_later_are_refused(stage: int, how: str, named: str) -> None:
+    module = Unfrozen(how)
+    trainer = quiet_trainer(strategy=f"deepspeed_stage_{stage}", max_epochs=2)
+    with pytest.raises(RuntimeError, match=rf"^{named} is to be trained since fit has begun.*with lr=0 until"):
+        trainer.fit(module, repeated([1.0], 2))
+    # The first epoch has had its step: 2 times lr 1.
+    assert trainer.global_step == 1
+    if how != "save":
+        module.b.requires_grad_(False)
+    assert torch.equal(whole(trainer, "a"), torch.full((4,), -2.0))
+
+
+@on_two_ranks
+@pytest.mark.parametrize("how", ["lr", "refrozen"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_parameters_that_were_there_from_the_start_are_trained_later(stage: int, how: str) -> None:
+    trainer = quiet_trainer(strategy=f"deepspeed_stage_{stage}", max_epochs=2)
+    trainer.fit(Unfrozen(how), repeated([1.0], 2))
+    assert torch.equal(whole(trainer, "a"), torch.full((4,), -4.0))
+    assert torch.equal(whole(trainer, "b"), torch.full((4,), -6.0))
