@@ -70,6 +70,8 @@ class FitLoop:
         if not owed and (reason := self.limit_reached()):
             info(f"fit has nothing left to do: {reason}")
             return
+        # What a window that an exception ended had gathered is not of this training.
+        self.core.drop_gradients()
         with self.watch:
             if progress.global_step == 0:
                 self.validation.sanity_check()
