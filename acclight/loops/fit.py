@@ -60,7 +60,7 @@ class FitLoop:
         #: A window is under way, and its step is not counted yet.
         self.in_window = False
         self.started = time.monotonic()
-        self.agreement = Agreement()
+        self.agreement = Agreement(core.shared_notes())
         self.watch = SignalWatch(signal.SIGTERM)
         self.stop_agreed = self.time_over = self.warned_of_no_loss = False
         #: The signal that ended the run early, once all ranks have agreed.
@@ -107,6 +107,8 @@ class FitLoop:
         trainer = self.trainer
         limit = trainer.max_time_seconds
         late = limit is not None and time.monotonic() - self.started >= limit
+        # What was agreed but has to wait (for min_steps) is asked for anew after every step, because a script may take it back.
+        now = now or self.stop_agreed
         self.stop_agreed, late, signalled = self.agreement.ask(trainer.should_stop, late, self.watch.received, now=now)
         self.time_over = self.time_over or late
         if self.stop_agreed:
@@ -180,10 +182,11 @@ class FitLoop:
                 trainer.save_pending()
                 if skip:
                     break
-                if self.validation.due_after_step():
+                validated = self.validation.due_after_step()
+                if validated:
                     self.validation.run()
                     trainer.save_pending()
-                self.ask_all()
+                self.ask_all(now=validated)
                 if self.limit_reached():
                     cut_short = not self.epoch_exhausted()
                     break
