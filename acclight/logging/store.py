@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from acclight.logging.exchange import Flags, Key, Ranks, Reduced, check_names
+from acclight.logging.exchange import Flags, Key, Names, Ranks, Reduced
 from acclight.logging.meter import REDUCTIONS, Meter
 from acclight.logging.places import Place, logging_places, refusing
 from acclight.logging.reducer import Reducer
@@ -38,6 +38,8 @@ class MetricStore:
         self._on_cpu = device.type == "cpu"
         self._module: nn.Module | None = None
         self._places = logging_places()
+        #: Of each stage's meters; made anew where some were dropped.
+        self._names: dict[str, Names] = {}
         #: Evaluation batches shown so far, by stage and loader: the x axis of single batches' values.
         self._batches_shown: dict[str, int] = {}
         self._window = 0
@@ -70,6 +72,7 @@ class MetricStore:
         for place in self._places.values():
             goes_on = place.stage == "train" and module is self._module
             place.meters = {key: meter for key, meter in place.meters.items() if goes_on and meter.used}
+        self._names = {}
         self._module = module
         self._reducer.forget_keys()
         self._reset()
@@ -79,6 +82,7 @@ class MetricStore:
         for place in self._places.values():
             if place.stage == "train":
                 place.meters.clear()
+        self._names = {}
 
     def within(self, hook: str, call: Callable[..., Any], *, too_late: bool = False) -> Callable[..., Any]:
         """The hook's call, during which `self.log` knows where it is.
@@ -264,9 +268,16 @@ class MetricStore:
             reduce_fx=fx,
             keeps_series=step and here.stage != "train",
         )
-        check_names([_key(here, meter), *(key for key, _, _ in self._entries(here.stage))])
+        self._names_of(here.stage).add(_key(here, meter))
         here.meters[name + suffix] = meter
         return meter
+
+    def _names_of(self, stage: str) -> Names:
+        if stage not in self._names:
+            self._names[stage] = names = Names()
+            for key, _, _ in self._entries(stage):
+                names.add(key)
+        return self._names[stage]
 
     def _own(self, value: Tensor) -> Tensor:
         """A copy without a graph: the user may change the tensor in place, or it may be a view of a big one."""
