@@ -181,6 +181,8 @@ class Trainer:
         self.detect_anomaly = detect_anomaly
         self.inference_mode = inference_mode
         self.default_root_dir = Path.cwd() if default_root_dir is None else Path(default_root_dir).expanduser()
+        #: Set it to end the fit: after this very step where every rank sets it at the same one; where only some do, all ranks end
+        #: together at the next step at which they ask each other: at most 16 steps, or about a tenth of a second, later.
         self.should_stop = False
         self.interrupted = False
         self.state: str | None = None

@@ -10,9 +10,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, ReduceLROnPlateau, SequentialLR, StepLR
+from torch.utils.data import DataLoader, IterableDataset
 
 from acclight import TrainModule
-from tests.scenarios import Recorder, Scalar, quiet_trainer, repeated
+from tests.distributed import RankChecks
+from tests.scenarios import DISTRIBUTED, Recorder, Scalar, quiet_trainer, repeated
+
+on_two_ranks = RankChecks(world_size=2, timeout=60.0)
 
 
 class Returns(TrainModule):
@@ -138,6 +142,133 @@ def test_a_plateau_may_watch_the_training_epoch() -> None:
     trainer = quiet_trainer(strategy="single", max_epochs=3)
     trainer.fit(Watches(), repeated([1.0], 1))
     assert trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.01)
+
+
+class WatchesTraining(Scalar):
+    """A plateau without patience on `train_loss`, logged as `logged` says: each look but the first makes the rate a tenth."""
+
+    def __init__(self, logged: dict[str, Any] | None = None, **entry: Any) -> None:
+        super().__init__()
+        self.logged = logged or {}
+        self.entry = entry
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        self.log("train_loss", 1.0, **self.logged)
+        return self.loss(batch)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = SGD(self.parameters(), lr=1.0)
+        entry = {"scheduler": plateau(optimizer), "monitor": "train_loss", **self.entry}
+        return {"optimizer": optimizer, "lr_scheduler": entry}
+
+
+@pytest.mark.parametrize("validated", [False, True])
+def test_a_plateau_by_epochs_may_watch_what_training_logs_on_its_steps(validated: bool) -> None:
+    trainer = quiet_trainer(strategy="single", max_epochs=3)
+    trainer.fit(WatchesTraining(), repeated([1.0, 2.0], 1), repeated([1.0], 1) if validated else None)
+    # The value of each epoch's last step; those of epochs 2 and 3 are no better.
+    assert trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.01)
+
+
+class Endless(IterableDataset[Tensor]):
+    def __iter__(self) -> Any:
+        return iter(torch.ones(3))
+
+
+def test_a_plateau_watches_the_last_step_of_a_stream() -> None:
+    class Falls(WatchesTraining):
+        def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+            self.log("train_loss", float(batch_idx))
+            return self.loss(batch)
+
+    trainer = quiet_trainer(strategy="single", max_epochs=2)
+    trainer.fit(Falls(), DataLoader(Endless(), batch_size=1))
+    assert float(trainer.callback_metrics["train_loss"]) == 2.0
+    assert trainer.lr_scheduler_configs[0].scheduler.best == 2.0
+    assert trainer.lr_scheduler_configs[0].scheduler.last_epoch == 2
+
+
+BY_STEPS = [
+    # How it is logged, the frequency, and how often of six steps the scheduler looks.
+    pytest.param({}, 1, 6, id="on steps"),
+    pytest.param({"on_epoch": True}, 2, 3, id="on both"),
+    pytest.param({}, 4, 1, id="every four"),
+]
+
+
+def check_by_steps(strategy: str, world: int, logged: dict[str, Any], frequency: int, looks: int) -> None:
+    trainer = quiet_trainer(strategy=strategy, max_epochs=3)
+    module = WatchesTraining(logged, interval="step", frequency=frequency)
+    trainer.fit(module, repeated([1.0, 2.0], world))
+    assert trainer.lr_scheduler_configs[0].scheduler.last_epoch == looks
+    assert trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.1 ** (looks - 1))
+
+
+@pytest.mark.parametrize(("logged", "frequency", "looks"), BY_STEPS)
+def test_a_plateau_by_steps_may_watch_training(logged: dict[str, Any], frequency: int, looks: int) -> None:
+    check_by_steps("single", 1, logged, frequency, looks)
+
+
+@on_two_ranks
+@pytest.mark.parametrize(("logged", "frequency", "looks"), BY_STEPS)
+@pytest.mark.parametrize("strategy", DISTRIBUTED)
+def test_a_plateau_by_steps_may_watch_training_on_two_ranks(
+    strategy: str, logged: dict[str, Any], frequency: int, looks: int
+) -> None:
+    check_by_steps(strategy, 2, logged, frequency, looks)
+
+
+@on_two_ranks
+def test_a_plateau_by_steps_watches_what_one_rank_alone_logs() -> None:
+    class First(WatchesTraining):
+        def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+            if self.global_rank == 0:
+                self.log("train_loss", 1.0)
+            return self.loss(batch)
+
+    trainer = quiet_trainer(strategy="ddp", max_epochs=2)
+    trainer.fit(First(interval="step"), repeated([1.0, 2.0], 2))
+    assert trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.001)
+
+
+@pytest.mark.parametrize(
+    ("entry", "logged", "text", "steps"),
+    [
+        (
+            {"interval": "step"},
+            {"on_step": False, "on_epoch": True},
+            r"'train_loss', which training logs for its epochs",
+            1,
+        ),
+        ({"monitor": "train_los"}, {}, r"'train_los', which was not logged; there are \['train_loss'\]", 2),
+        ({"monitor": "train_los", "interval": "step"}, {}, r"'train_los', which was not logged", 2),
+    ],
+)
+def test_a_plateau_that_could_never_step_is_an_error(
+    entry: dict[str, Any], logged: dict[str, Any], text: str, steps: int
+) -> None:
+    trainer = quiet_trainer(strategy="single", max_epochs=2)
+    with pytest.raises(ValueError, match=text):
+        trainer.fit(WatchesTraining(logged, **entry), repeated([1.0, 2.0], 1))
+    assert trainer.global_step == steps
+
+
+@pytest.mark.parametrize("missing", ["overflow", "no loss"])
+def test_a_scheduler_counts_the_steps_that_were_taken(missing: str) -> None:
+    class Missing(Scalar):
+        def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+            if batch_idx == 1 and missing == "no loss":
+                return None
+            return (self.w * (1e38 if batch_idx == 1 else 1.0)).sum()
+
+        def configure_optimizers(self) -> Any:
+            optimizer = SGD(self.parameters(), lr=1.0)
+            return [optimizer], [{"scheduler": halves(optimizer), "interval": "step", "frequency": 2}]
+
+    trainer = quiet_trainer(strategy="single", max_epochs=1, precision="16-mixed")
+    trainer.fit(Missing(), repeated([1.0] * 5, 1))
+    # Steps 1, 3, 4, 5 were taken: two ticks.
+    assert trainer.optimizers[0].param_groups[0]["lr"] == 0.25
 
 
 def test_no_optimizer_trains_nothing_and_says_so(recwarn: pytest.WarningsRecorder) -> None:

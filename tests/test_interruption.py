@@ -23,8 +23,10 @@ from acclight.checkpoint import CheckpointError, ranks
 from acclight.loggers import CSVLogger
 from acclight.loops.interruption import Agreement
 from acclight.strategies import process_group
-from tests.distributed import ROOT, run_command, run_ranks
-from tests.scenarios import Scalar, quiet_trainer, repeated
+from tests.distributed import ROOT, RankChecks, run_command, run_ranks
+from tests.scenarios import DISTRIBUTED, Scalar, quiet_trainer, repeated
+
+on_two_ranks = RankChecks(world_size=2, timeout=60.0)
 
 SCRIPT = """
 import os, sys, time, torch
@@ -499,7 +501,7 @@ def test_steps_that_become_slow_bring_the_next_question_forward() -> None:
 
 def slow_down() -> None:
     process_group.join("gloo", timedelta(seconds=60))
-    agreement = Agreement()
+    agreement = Agreement(process_group.SharedNotes(2))
     for _ in range(2000):
         assert agreement.ask(False) == (False,)
     asked = 0
@@ -507,6 +509,72 @@ def slow_down() -> None:
         asked += 1
     assert asked <= 16
     dist.barrier()
+
+
+class StopsAt(Callback):
+    """Sets should_stop in one hook at one step, on every rank or on one."""
+
+    def __init__(self, step: int, hook: str, rank: int | None = None) -> None:
+        self.step, self.hook, self.rank = step, hook, rank
+
+    def note(self, hook: str, trainer: Trainer) -> None:
+        if (hook, trainer.global_step) == (self.hook, self.step) and self.rank in (None, trainer.global_rank):
+            trainer.should_stop = True
+
+    def on_step(self, trainer: Trainer, module: TrainModule) -> None:
+        self.note("step", trainer)
+
+    def on_validation_end(self, trainer: Trainer, module: TrainModule) -> None:
+        self.note("validation", trainer)
+
+
+STOPS = [
+    # Steps are far shorter than the time between two questions of the ranks.
+    pytest.param("step", 7, {}, 7, id="step"),
+    pytest.param("validation", 20, {"val_check_interval": 10}, 20, id="validation"),
+    pytest.param("step", 5, {"min_steps": 23}, 23, id="min_steps"),
+]
+
+
+@on_two_ranks
+@pytest.mark.parametrize(("hook", "step", "limits", "end"), STOPS)
+@pytest.mark.parametrize("strategy", DISTRIBUTED)
+def test_what_every_rank_wishes_comes_true_at_that_step(
+    strategy: str, hook: str, step: int, limits: dict[str, Any], end: int
+) -> None:
+    trainer = quiet_trainer(strategy=strategy, max_epochs=1, callbacks=StopsAt(step, hook), **limits)
+    trainer.fit(Scalar(), repeated([1.0] * 60, 2), repeated([0.0], 1))
+    assert trainer.global_step == end
+
+
+@on_two_ranks
+def test_early_stopping_ends_at_the_validation_that_decides() -> None:
+    class Constant(Scalar):
+        def validation_step(self, batch: torch.Tensor, batch_idx: int) -> None:
+            self.log("val_loss", 1.0)
+
+    for _ in range(3):
+        early = EarlyStopping("val_loss", patience=1)
+        trainer = quiet_trainer(strategy="ddp", max_epochs=1, val_check_interval=10, callbacks=early)
+        trainer.fit(Constant(), repeated([1.0] * 60, 2), repeated([0.0], 1))
+        assert trainer.global_step == 20
+
+
+@on_two_ranks
+@pytest.mark.parametrize("hook", ["step", "validation"])
+def test_what_one_rank_wishes_comes_true_on_all(hook: str) -> None:
+    trainer = quiet_trainer(strategy="ddp", max_epochs=1, val_check_interval=10, callbacks=StopsAt(20, hook, rank=1))
+    trainer.fit(Scalar(), repeated([1.0] * 60, 2), repeated([0.0], 1))
+    # After a validation the ranks ask each other in any case.
+    assert trainer.global_step == 20
+
+
+@on_two_ranks
+def test_a_wish_of_one_rank_waits_for_few_steps() -> None:
+    trainer = quiet_trainer(strategy="ddp", max_epochs=1, callbacks=StopsAt(20, "step", rank=1))
+    trainer.fit(Scalar(), repeated([1.0] * 60, 2))
+    assert 20 <= trainer.global_step <= 36
+    assert trainer.core.gather_objects(trainer.global_step) == [trainer.global_step] * 2
 
 
 class Died(BaseException):

@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from acclight import Callback, Trainer, TrainModule
 from acclight.loggers import Logger
+from acclight.logging.exchange import Key
 from tests.distributed import RankChecks
 from tests.scenarios import DISTRIBUTED, quiet_trainer
 
@@ -1186,3 +1187,21 @@ def test_a_metric_on_one_rank_that_no_rank_can_find_is_an_error() -> None:
         ValueError, match=r"self.log\('x'\) got a torchmetrics object on some ranks only.*attribute of the mod"
     ):
         quiet_trainer(strategy="ddp").validate(Logs(validation_step=log), ids(1, 1))
+
+
+def test_what_a_new_key_costs_does_not_grow_with_their_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks: list[str] = []
+    shown_as = Key.shown_as
+
+    def counted(key: Key, ending: str) -> str:
+        looks.append(key.name)
+        return shown_as(key, ending)
+
+    monkeypatch.setattr(Key, "shown_as", counted)
+
+    def looks_of(keys: int) -> int:
+        looks.clear()
+        fit(Logs(training_step=lambda m, *_: [m.log(f"key {number}", 1.0) for number in range(keys)]))
+        return len(looks)
+
+    assert looks_of(400) < 5 * looks_of(100)

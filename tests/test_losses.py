@@ -228,6 +228,130 @@ def test_a_sum_without_items_adds_nothing(strategy: str) -> None:
     assert float(whole(trainer, "w")) == pytest.approx(2.0)
 
 
+# --- sums beside means -----------------------------------------------------------------------------------------------
+
+
+class Mixed(Scalar):
+    """The loss of one sample x: a LossSum over `count` items where `how` says so, else its mean, else None.
+
+    Args:
+        how: By sample: "sum", "mean" or "none".
+        count: Of a LossSum.
+    """
+
+    def __init__(self, how: dict[float, str], count: int = 4) -> None:
+        super().__init__(lr=1.0)
+        self.how = how
+        self.count = count
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        how = self.how[float(batch)]
+        return None if how == "none" else LossSum(loss * self.count, self.count) if how == "sum" else loss
+
+
+class MixedCounted(Mixed):
+    """Its means stand for two items each."""
+
+    def count_items(self, batch: Tensor) -> int:
+        return 2
+
+
+def fit_mixed(strategy: str, module: Mixed, pairs: list[tuple[float, float]], accumulate: int = 1) -> float:
+    trainer = quiet_trainer(strategy=strategy, max_epochs=1, accumulate_grad_batches=accumulate)
+    trainer.fit(module, one_sample_each([(a, b) for a, b in pairs]))
+    return float(whole(trainer, "w"))
+
+
+def test_sums_beside_counted_means_in_one_process() -> None:
+    # (4 * 1 + 2 * 3) / 6, then (2 * 3 + 4 * 1) / 6: with lr = 1 the weight is the mean over the window's items.
+    w = fit_mixed("single", MixedCounted({1.0: "sum", 3.0: "mean"}), [(1.0, 3.0), (3.0, 1.0)], accumulate=2)
+    assert w == pytest.approx(10 / 6)
+    # Four items of 1 alone.
+    assert fit_mixed("single", MixedCounted({1.0: "sum", 3.0: "none"}), [(1.0, 3.0)]) == pytest.approx(1.0)
+
+
+COUNTED = [
+    # Samples of rank 0 and of rank 1, how each counts, the count of a sum, the accumulation, and the mean of the last window.
+    pytest.param([(1.0, 7.0)], {"1.0": "sum", "7.0": "mean"}, 4, 1, (4 * 1 + 2 * 7) / 6, id="one rank each"),
+    pytest.param([(1.0, 1.0), (7.0, 7.0)], {"1.0": "sum", "7.0": "mean"}, 4, 2, (8 * 1 + 4 * 7) / 12, id="in turn"),
+    pytest.param([(1.0, 7.0), (7.0, 9.0)], {"1.0": "sum", "7.0": "mean", "9.0": "mean"}, 4, 1, 8.0, id="then means"),
+    pytest.param([(7.0, 9.0), (1.0, 1.0)], {"1.0": "sum", "7.0": "mean", "9.0": "mean"}, 4, 1, 1.0, id="means first"),
+    pytest.param(
+        [(7.0, 9.0), (1.0, 7.0)],
+        {"1.0": "sum", "7.0": "mean", "9.0": "mean"},
+        2,
+        1,
+        4.0,
+        id="late, over the same items",
+    ),
+]
+
+
+@on_two_ranks
+@pytest.mark.parametrize(("pairs", "how", "count", "accumulate", "mean"), COUNTED)
+@pytest.mark.parametrize("strategy", DISTRIBUTED)
+def test_sums_beside_counted_means_on_two_ranks(
+    strategy: str, pairs: Any, how: dict[str, str], count: int, accumulate: int, mean: float
+) -> None:
+    module = MixedCounted({float(x): kind for x, kind in how.items()}, count)
+    assert fit_mixed(strategy, module, pairs, accumulate) == pytest.approx(mean)
+
+
+MIXED = "Mixed.training_step returned a LossSum for one part of a step and a mean loss for another"
+
+
+def test_sums_beside_plain_means_are_refused_in_one_process() -> None:
+    with pytest.raises(ValueError, match=MIXED):
+        fit_mixed("single", Mixed({1.0: "sum", 3.0: "mean"}), [(1.0, 3.0)], accumulate=2)
+
+
+@on_two_ranks
+@pytest.mark.parametrize(
+    ("pairs", "accumulate"),
+    [
+        pytest.param([(1.0, 3.0)], 1, id="one rank each"),
+        pytest.param([(1.0, 1.0), (3.0, 1.0)], 2, id="both on one rank"),
+        pytest.param([(1.0, 1.0), (1.0, 3.0)], 1, id="later"),
+    ],
+)
+@pytest.mark.parametrize("strategy", DISTRIBUTED)
+def test_sums_beside_plain_means_are_refused_on_every_rank(strategy: str, pairs: Any, accumulate: int) -> None:
+    with pytest.raises(ValueError, match=MIXED):
+        fit_mixed(strategy, Mixed({1.0: "sum", 3.0: "mean"}), pairs, accumulate)
+
+
+def begin_sums_alone() -> None:
+    losses._SECONDS_FOR_AGREEMENT = 2.0
+    fit_mixed("ddp", Mixed({1.0: "sum", 3.0: "mean"}), [(3.0, 3.0), (1.0, 3.0), (3.0, 3.0)])
+
+
+def test_sums_that_begin_on_one_rank_alone_end_all() -> None:
+    started = time.monotonic()
+    with pytest.raises(RanksFailed) as failure:
+        run_ranks(begin_sums_alone, timeout=90.0)
+    assert time.monotonic() - started < 60.0
+    first, second = (report.error or "" for report in failure.value.reports)
+    assert f"ValueError: {MIXED}" in first
+    assert f"rank 0 failed first with ValueError: {MIXED}" in second
+
+
+@on_two_ranks
+def test_all_ranks_may_go_from_sums_to_means_and_back_while_some_have_no_loss() -> None:
+    how = {1.0: "sum", 3.0: "mean", 5.0: "none"}
+    # The window's gradient at w: of a sum w - x, of a mean beside None (w - x) / 2.
+    pairs = [(1.0, 1.0), (3.0, 5.0), (5.0, 3.0), (5.0, 1.0), (1.0, 1.0), (5.0, 5.0), (3.0, 3.0), (1.0, 5.0)]
+    expected = [1.0, 2.0, 2.5, 1.0, 1.0, 1.0, 3.0, 1.0]
+    weights: list[float] = []
+
+    class Watched(Mixed):
+        def on_train_batch_end(self, *arguments: Any) -> None:
+            weights.append(float(self.w.detach()))
+
+    fit_mixed("ddp", Watched(how), pairs)
+    assert weights == pytest.approx(expected)
+
+
 # --- a micro-batch without items -------------------------------------------------------------------------------------
 
 

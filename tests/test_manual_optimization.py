@@ -488,6 +488,77 @@ def test_an_fp16_overflow_skips_the_step_and_is_counted() -> None:
     assert float(module.a.detach()) == 0.75
 
 
+class Accumulates(TrainModule):
+    """a steps in every batch and overflows in the second; b gathers a gradient of 1 in each of two batches, then steps."""
+
+    def __init__(self, sync: bool = True) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.sync = sync
+        self.a = nn.Parameter(torch.zeros(2))
+        self.b = nn.Parameter(torch.zeros(2))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        a, b = self.optimizers()
+        self.manual_backward(self.a.sum() * (1e38 if batch_idx == 1 else 1.0))
+        a.step()
+        a.zero_grad()
+        last = batch_idx % 2 == 1
+        with b.toggle_model(sync_grad=self.sync or last):
+            self.manual_backward(self.b.sum())
+        if last:
+            b.step()
+            b.zero_grad()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD([self.a], lr=1.0), torch.optim.SGD([self.b], lr=1.0)
+
+
+def check_accumulates(strategy: str, world: int, sync: bool) -> None:
+    trainer = quiet_trainer(strategy=strategy, precision="16-mixed", max_epochs=1)
+    trainer.fit(Accumulates(sync), repeated([1.0] * 4, world))
+    assert trainer.skipped_steps == 1
+    assert whole(trainer, "a").tolist() == [-3.0, -3.0]
+    # Two steps with a gradient of 1 + 1, though the loss scale has changed between the two.
+    assert whole(trainer, "b").tolist() == [-4.0, -4.0]
+
+
+def test_an_fp16_overflow_of_one_optimizer_leaves_anothers_gradients_right() -> None:
+    check_accumulates("single", 1, True)
+
+
+@on_two_ranks
+@pytest.mark.parametrize("sync", [True, False])
+@pytest.mark.parametrize("strategy", SEVERAL)
+def test_an_fp16_overflow_of_one_optimizer_leaves_anothers_gradients_right_on_two_ranks(
+    strategy: str, sync: bool
+) -> None:
+    check_accumulates(strategy, 2, sync)
+
+
+def test_fp16_gradients_that_are_clipped_before_anothers_backward_are_unscaled_once() -> None:
+    class Interleaved(TwoScalars):
+        def training_step(self, batch: Tensor, batch_idx: int) -> None:
+            a, b = self.optimizers()
+            a.zero_grad()
+            b.zero_grad()
+            overflow = float("inf") if batch_idx == 1 else 1.0
+            self.manual_backward(self.a.sum() * overflow)
+            self.clip_gradients(a, 0.5, "value")
+            b.step()
+            self.manual_backward(self.b.sum())
+            self.clip_gradients(b, 0.5, "value")
+            b.step()
+            a.step()
+
+    module = Interleaved()
+    trainer = quiet_trainer(strategy="single", precision="16-mixed", max_epochs=1)
+    trainer.fit(module, repeated([1.0] * 3, 1))
+    # Of 0.5 each: a with lr 0.5 in the first and the last batch, b with lr 0.25 in all.
+    assert trainer.skipped_steps == 1
+    assert [float(module.a.detach()), float(module.b.detach())] == [-0.5, -0.375]
+
+
 def test_lbfgs_evaluates_its_closure_as_often_as_it_likes() -> None:
     class Newton(TrainModule):
         def __init__(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -152,22 +152,32 @@ class Exchange:
         check_names(self._agreed)
 
 
-def check_names(keys: Sequence[Key] | dict[Key, Flags]) -> None:
+def check_names(keys: Iterable[Key]) -> None:
     """Raises ValueError when two keys would be shown under one name: at the same moment, or with an ending at any."""
-    seen: dict[tuple[str, bool], Key] = {}
-    shown: dict[str, Key] = {}
+    names = Names()
     for key in keys:
-        for ending, there in (("step", key.on_step), ("epoch", key.on_epoch)):
-            if not there:
-                continue
+        names.add(key)
+
+
+class Names:
+    """The names of the keys that came so far; what a key costs does not grow with their number."""
+
+    def __init__(self) -> None:
+        self._seen: dict[tuple[str, bool], Key] = {}
+        self._shown: dict[str, Key] = {}
+
+    def add(self, key: Key) -> None:
+        """Takes a key; raises ValueError where it would be shown under the name of another one, as `check_names` says."""
+        endings = [ending for ending, there in (("step", key.on_step), ("epoch", key.on_epoch)) if there]
+        for ending in endings:
             for name in (key.shown_as(ending), key.plain_name):
-                other = shown.setdefault(name, key)
+                other = self._shown.get(name, key)
                 if other.plain_name != key.plain_name:
                     raise ValueError(
                         f"{_call(other)} in {other.hook} and {_call(key)} in {key.hook} would both be shown as {name!r}: give "
                         "one of them another name"
                     )
-            other = seen.setdefault((key.plain_name, ending == "step"), key)
+            other = self._seen.get((key.plain_name, ending == "step"), key)
             if other == key:
                 continue
             if other.hook != key.hook:
@@ -181,6 +191,10 @@ def check_names(keys: Sequence[Key] | dict[Key, Flags]) -> None:
             raise ValueError(
                 f"self.log({key.name!r}) in {key.hook} has {', '.join(differing)} on different ranks: log it in one way"
             )
+        for ending in endings:
+            self._shown.setdefault(key.shown_as(ending), key)
+            self._shown.setdefault(key.plain_name, key)
+            self._seen.setdefault((key.plain_name, ending == "step"), key)
 
 
 def _call(key: Key) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from acclight.logging.exchange import Flags, Key, Ranks, Reduced, check_names
+from acclight.logging.exchange import Flags, Key, Names, Ranks, Reduced
 from acclight.logging.meter import REDUCTIONS, Meter
 from acclight.logging.places import Place, logging_places, refusing
 from acclight.logging.reducer import Reducer
@@ -38,6 +38,8 @@ class MetricStore:
         self._on_cpu = device.type == "cpu"
         self._module: nn.Module | None = None
         self._places = logging_places()
+        #: Of each stage's meters; made anew where some were dropped.
+        self._names: dict[str, Names] = {}
         #: Evaluation batches shown so far, by stage and loader: the x axis of single batches' values.
         self._batches_shown: dict[str, int] = {}
         self._window = 0
@@ -48,8 +50,11 @@ class MetricStore:
         self._warned: set[str] = set()
         #: Throw-away forwards of ranks without data: nothing is kept.
         self.muted = False
-        #: The optimizer step that runs is one whose values are shown.
-        self._step_shown = False
+        #: The optimizer step that runs is one whose values are shown, or may be.
+        self._step_kept = False
+        #: The names that steps and validations of this run have shown, the same on every rank; None before the first step has.
+        self.step_names: set[str] | None = None
+        self._validated_names: set[str] = set()
         #: Values of torchmetrics objects that were computed when an evaluation loader had ended.
         self._computed: dict[Key, float] = {}
         #: What was reduced of an epoch before its last hooks, and the torchmetrics objects that begin anew after them.
@@ -67,6 +72,7 @@ class MetricStore:
         for place in self._places.values():
             goes_on = place.stage == "train" and module is self._module
             place.meters = {key: meter for key, meter in place.meters.items() if goes_on and meter.used}
+        self._names = {}
         self._module = module
         self._reducer.forget_keys()
         self._reset()
@@ -76,6 +82,7 @@ class MetricStore:
         for place in self._places.values():
             if place.stage == "train":
                 place.meters.clear()
+        self._names = {}
 
     def within(self, hook: str, call: Callable[..., Any], *, too_late: bool = False) -> Callable[..., Any]:
         """The hook's call, during which `self.log` knows where it is.
@@ -98,14 +105,14 @@ class MetricStore:
 
         return called
 
-    def begin_window(self, *, shown: bool) -> None:
+    def begin_window(self, *, kept: bool) -> None:
         """The micro-batches of one optimizer step begin.
 
         Args:
-            shown: `show_step` follows; else single values need not be kept.
+            kept: `show_step` follows, or may follow; else single values need not be kept.
         """
         self._window += 1
-        self._step_shown = shown
+        self._step_kept = kept
         self._here = self._places["training_step"]
 
     def end_window(self) -> None:
@@ -214,7 +221,7 @@ class MetricStore:
                 raise _no_number(name, value)
         elif not isinstance(value, (int, float)):
             value = self._metric_value(meter, value) if is_metric(value) else _number(name, value)
-        in_step = meter.on_step and (self._step_shown or meter.keeps_series or meter.prog_bar)
+        in_step = meter.on_step and (self._step_kept or meter.keeps_series or meter.prog_bar)
         in_epoch = meter.on_epoch and meter.metric is None
         if value is None or not (in_step or in_epoch):
             return
@@ -261,9 +268,16 @@ class MetricStore:
             reduce_fx=fx,
             keeps_series=step and here.stage != "train",
         )
-        check_names([_key(here, meter), *(key for key, _, _ in self._entries(here.stage))])
+        self._names_of(here.stage).add(_key(here, meter))
         here.meters[name + suffix] = meter
         return meter
+
+    def _names_of(self, stage: str) -> Names:
+        if stage not in self._names:
+            self._names[stage] = names = Names()
+            for key, _, _ in self._entries(stage):
+                names.add(key)
+        return self._names[stage]
 
     def _own(self, value: Tensor) -> Tensor:
         """A copy without a graph: the user may change the tensor in place, or it may be a view of a big one."""
@@ -330,12 +344,13 @@ class MetricStore:
         for entry in self._reducer.values("step", own):
             if entry.value is not None:
                 shown.put(entry, entry.value, "step")
+        self.step_names = (self.step_names or set()) | set(shown.callback)
         return shown
 
     def show_epoch_so_far(self, stage: str = "train") -> Shown:
         """The values of the epoch, or of the evaluation, before its last hooks, which may log more. A collective."""
         self._early = self._reduce_epoch(stage, {})
-        return self._shown(self._early)
+        return self._shown(stage, self._early)
 
     def show_epoch(self, stage: str = "train", *, rehearsal: bool = False, goes_on: bool = False) -> Shown:
         """The values of the epoch, or of the evaluation, over all ranks; afterwards they begin anew. A collective.
@@ -348,7 +363,7 @@ class MetricStore:
         """
         known = {entry.key: value for entry, value in self._early}
         reduced = [*self._early, *self._reduce_epoch(stage, known)]
-        shown = self._shown(reduced)
+        shown = self._shown(stage, reduced)
         meters = {key: meter for key, _, meter in self._entries(stage) if meter.used}
         entries = [entry for entry, _ in reduced]
         if stage != "train" and any(entry.key.on_step for entry in entries):
@@ -379,11 +394,13 @@ class MetricStore:
         )
         return [(entry, computed.get(entry.key, entry.value)) for entry in entries if entry.value is not None]
 
-    def _shown(self, reduced: list[tuple[Reduced, float]]) -> Shown:
+    def _shown(self, stage: str, reduced: list[tuple[Reduced, float]]) -> Shown:
         shown = Shown()
         for entry, value in reduced:
             if entry.key.on_epoch:
                 shown.put(entry, value, "epoch")
+        if stage == "validation":
+            self._validated_names |= set(shown.callback)
         return shown
 
     def _show_series(
@@ -441,9 +458,15 @@ class MetricStore:
         return list(dict.fromkeys(names))
 
     def training_names(self) -> set[str]:
-        """The names under which training logs something for its epochs."""
+        """The names under which training logs something; of its steps alone only what validation does not log too."""
         keys = [key for key, _, _ in self._entries("train") if key.on_epoch]
-        return {name for key in keys for name in (key.plain_name, key.shown_as("epoch"))}
+        epochs = {name for key in keys for name in (key.plain_name, key.shown_as("epoch"))}
+        return epochs | (self.names_of_steps() - self._validated_names)
+
+    def names_of_steps(self) -> set[str]:
+        """The names under which training logs something on its steps, here or, once it was shown, on another rank."""
+        keys = [key for key, _, _ in self._entries("train") if key.on_step]
+        return {name for key in keys for name in (key.plain_name, key.shown_as("step"))} | (self.step_names or set())
 
     def _meters(self, stage: str) -> list[Meter]:
         return [m for place in self._places.values() if place.stage == stage for m in place.meters.values()]

@@ -12,7 +12,12 @@ from acclight.callback import overrides
 from acclight.loops.evaluate import step_arguments
 from acclight.loops.interruption import Agreement, SignalWatch
 from acclight.loops.losses import WindowLosses, detached
-from acclight.loops.optimizers import step_epoch_schedulers, step_schedulers
+from acclight.loops.optimizers import (
+    step_epoch_schedulers,
+    step_schedulers,
+    step_value_watched,
+    step_watching_schedulers,
+)
 from acclight.messages import info, warn
 
 if TYPE_CHECKING:
@@ -55,7 +60,7 @@ class FitLoop:
         #: A window is under way, and its step is not counted yet.
         self.in_window = False
         self.started = time.monotonic()
-        self.agreement = Agreement()
+        self.agreement = Agreement(core.shared_notes())
         self.watch = SignalWatch(signal.SIGTERM)
         self.stop_agreed = self.time_over = self.warned_of_no_loss = False
         #: The signal that ended the run early, once all ranks have agreed.
@@ -105,6 +110,8 @@ class FitLoop:
         trainer = self.trainer
         limit = trainer.max_time_seconds
         late = limit is not None and time.monotonic() - self.started >= limit
+        # What was agreed but has to wait (for min_steps) is asked for anew after every step, because a script may take it back.
+        now = now or self.stop_agreed
         saved = trainer.saving is not None and trainer.saving.ended
         self.stop_agreed, late, signalled, saved = self.agreement.ask(
             trainer.should_stop, late, self.watch.received, saved, now=now
@@ -183,10 +190,11 @@ class FitLoop:
                 trainer.save_pending()
                 if skip:
                     break
-                if self.validation.due_after_step():
+                validated = self.validation.due_after_step()
+                if validated:
                     self.validation.run()
                     trainer.save_pending()
-                self.ask_all()
+                self.ask_all(now=validated)
                 if self.limit_reached():
                     cut_short = not self.epoch_exhausted()
                     break
@@ -207,6 +215,9 @@ class FitLoop:
             whole: No limit cut it short; else hooks and metrics see the part that was trained, and a later fit trains the rest.
         """
         trainer, progress, hooks = self.trainer, self.progress, self.trainer.hooks
+        if self.epoch_batches is None:
+            # Nobody knew that this step was the last.
+            trainer.publish(trainer.metrics.show_step())
         if whole and self.validation.due_at_epoch_end():
             self.validation.run()
         if not trainer.steps_of_fit:
@@ -280,8 +291,8 @@ class FitLoop:
         """Trains on one window and counts its step; True when the module asked to leave out the rest of the epoch."""
         trainer, core, hooks, metrics = self.trainer, self.core, self.trainer.hooks, self.trainer.metrics
         values_shown = (self.progress.global_step + 1) % trainer.log_every_n_steps == 0
-        values_read = values_shown or self.looked_at_after(len(window))
-        metrics.begin_window(shown=values_read)
+        values_read = values_shown or self.looked_at_after(len(window)) or step_value_watched(trainer)
+        metrics.begin_window(kept=values_read or self.epoch_batches is None)
         self.in_window = True
         self.losses.begin(window)
         first, final = self.data.batches_done, len(window) - 1
@@ -321,9 +332,11 @@ class FitLoop:
         self.data.consumed(len(window))
         self.progress.global_step += 1
         if stepped:
-            step_schedulers(trainer, "step", self.progress.global_step)
+            step_schedulers(trainer, "step", self.progress.steps_taken)
         elif stepped is False:
             self.progress.skipped_steps += 1
+        else:
+            self.progress.empty_steps += 1
         self.in_window = False
         for call in hooks.on_step:
             call()
@@ -331,7 +344,10 @@ class FitLoop:
             call(outputs, *arguments)
         metrics.end_window()
         if values_read:
-            (trainer.show if values_shown else trainer.publish)(metrics.show_step())
+            shown = metrics.show_step()
+            (trainer.show if values_shown else trainer.publish)(shown)
+            if stepped:
+                step_watching_schedulers(trainer, set(shown.callback))
         for call in hooks.on_step_last:
             call()
         return False

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from acclight.strategies.process_group import SharedNotes
+
 if TYPE_CHECKING:
     from types import TracebackType
 
@@ -21,6 +23,9 @@ _SECONDS_BETWEEN = 0.1
 # The steps until the next question may turn out slower than those before: few enough that steps of a second each stay below the
 # 30 s after which a launcher kills.
 _MOST_STEPS_BETWEEN = 16
+# Ranks that all wish to stop at one step come to it within this; after it, only some of them do, and the others hear of it at the
+# next question.
+_SECONDS_FOR_COMPANY = 2.0
 
 
 class SignalWatch:
@@ -71,25 +76,34 @@ class Agreement:
     """Makes what one rank wants the wish of all, at the same optimizer step.
 
     The ranks ask each other every so many steps; rank 0 measures the steps and says with each answer when the next question is.
+    In between a rank that wishes to stop looks whether all others do, at this very step, and then they ask at once: so what every
+    rank wishes comes true at the step at which it is wished, however long steps take. Ranks without a wish look for nothing.
+
+    Args:
+        notes: For ranks that wish to stop.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, notes: SharedNotes) -> None:
+        self._notes = notes
         self._alone = not dist.is_initialized() or dist.get_world_size() == 1
         self._interval = 1
         self._steps = 0
+        self._questions = 0
+        self._looked = False
         self._asked = time.monotonic()
 
     def ask(self, *wishes: bool, now: bool = False) -> tuple[bool, ...]:
         """What any rank wishes, where it is time to ask, else nothing; every rank calls this after every step.
 
         Args:
-            wishes: This rank's.
+            wishes: This rank's; the first one is to stop.
             now: Ask in any case, and count no step; every rank has to say so.
         """
         if self._alone:
             return wishes
         self._steps += 0 if now else 1
-        if self._steps < self._interval and not now:
+        self._questions += 1
+        if self._steps < self._interval and not now and not (wishes[0] and self._all_wish()):
             return (False,) * len(wishes)
         moment = time.monotonic()
         if self._steps:
@@ -98,5 +112,12 @@ class Agreement:
         votes = torch.tensor([*map(int, wishes), self._interval if dist.get_rank() == 0 else 0])
         dist.all_reduce(votes, op=dist.ReduceOp.MAX)
         *answers, self._interval = votes.tolist()
-        self._steps, self._asked = 0, moment
+        self._steps, self._asked, self._looked = 0, moment, False
         return tuple(bool(answer) for answer in answers)
+
+    def _all_wish(self) -> bool:
+        """Whether every rank wishes to stop at this step; a rank looks once, then it waits for the next question."""
+        if self._looked:
+            return False
+        self._looked = True
+        return self._notes.meet(f"stop at {self._questions}", _SECONDS_FOR_COMPANY)

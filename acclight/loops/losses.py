@@ -25,6 +25,10 @@ class WindowLosses:
 
     The gradient of a window is that of its losses' mean over all micro-batches of all ranks; with `count_items`, or with losses
     that are a `LossSum`, over all items. A micro-batch without a loss adds nothing; a plain mean counts it as a loss of zero.
+    With `count_items` a window may hold both kinds: a mean stands for its items, a `LossSum` for those that it counts.
+
+    What sums count is added up over the ranks at a window's end. Whether there is anything to add up, the ranks tell each other
+    in the first window, and again only when that changes: plain means cost no collective.
 
     Args:
         core: For what the ranks have to tell each other.
@@ -40,9 +44,15 @@ class WindowLosses:
         self._notes = core.shared_notes()
         self._window = 0
         self._weights: list[float | Tensor | UnreadWeight] = []
-        #: Losses of this window on this rank, and the counts of those that are sums.
-        self._seen = 0
-        self._counts: list[float | Tensor] = []
+        #: With count_items: the items of each micro-batch on this rank, those of all ranks, and by what the latter divide.
+        self._items: list[float | Tensor] = []
+        self._all_items = self._divisor = torch.ones(())
+        #: The losses of this window on this rank that are means, and those that are sums.
+        self._means = self._sums = 0
+        #: What has to be added to the items that this rank has counted so far: those of its sums.
+        self._more_items: list[float | Tensor] = []
+        #: All losses of all ranks are means, as far as the ranks have told each other; None before the first window with a loss.
+        self._all_means: bool | None = None
         self._sums_announced = False
         #: The window's last micro-batch had no loss, and so no backward that exchanges its gradients.
         self._open_ended = False
@@ -50,7 +60,8 @@ class WindowLosses:
     def begin(self, window: list[Any]) -> None:
         """Weighs the micro-batches of a window: equal parts, or each one's share of the items of all ranks."""
         self._window += 1
-        self._seen, self._counts, self._open_ended = 0, [], False
+        self._means, self._sums, self._more_items = 0, 0, []
+        self._sums_announced = self._open_ended = False
         if not self._counts_items:
             self._weights = [1.0 / len(window)] * len(window)
             return
@@ -61,8 +72,10 @@ class WindowLosses:
         for index, count in enumerate(counts):
             if isinstance(count, Tensor):
                 stacked[index] = count
-        total = self.core.sum(stacked.sum()).clamp(min=1e-30)
-        shares = (stacked * (self.core.world_size / total)).unbind()
+        self._items, self._all_items = counts, self.core.sum(stacked.sum())
+        # Sums may have items where nothing else has.
+        self._divisor = torch.where(self._all_items > 0.0, self._all_items, 1.0)
+        shares = (stacked * (self.core.world_size / self._divisor)).unbind()
         self._weights = [_weight(share, count) for share, count in zip(shares, counts, strict=True)]
 
     def read(self, outputs: Any, index: int) -> tuple[Tensor | None, float | Tensor | UnreadWeight]:
@@ -78,6 +91,7 @@ class WindowLosses:
             return None, 0.0
         weight = self._weights[index]
         loss: Any = outputs
+        is_sum = False
         if isinstance(outputs, dict):
             if "loss" not in outputs:
                 raise ValueError(
@@ -86,12 +100,8 @@ class WindowLosses:
             loss = outputs["loss"]
         if isinstance(loss, LossSum):
             count = self._count(loss.count, f"{self._where} returned a LossSum whose count is")
-            weight = _weight(float(self.core.world_size), count)
-            self._counts.append(count)
-            if not self._sums_announced:
-                self._sums_announced = True
-                self._notes.add("sums")
-            loss = loss.total
+            weight = self._weigh_sum(count, index)
+            loss, is_sum = loss.total, True
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
             raise TypeError(
@@ -101,8 +111,24 @@ class WindowLosses:
             raise RuntimeError(
                 f"{self._where} returned a loss without a graph; compute it from the module's parameters, undetached"
             )
-        self._seen += 1
+        self._sums += is_sum
+        self._means += not is_sum
         return loss, weight
+
+    def _weigh_sum(self, count: float | Tensor, index: int) -> float | Tensor | UnreadWeight:
+        """The weight of a LossSum over so many items; notes what `end` has to know of it."""
+        weight: float | Tensor = float(self.core.world_size)
+        expected: float | Tensor | None = None
+        self._more_items.append(count)
+        if self._counts_items:
+            weight, expected = weight / self._divisor, self._items[index]
+            self._more_items.append(-expected)
+        # Told before the backward that exchanges gradients: after it a rank without a loss looks for what others have told.
+        # A sum over just the items that were counted changes nothing.
+        if self._all_means and not self._sums_announced and (expected is None or float(count) != float(expected)):
+            self._sums_announced = True
+            self._notes.add(f"{self._window}.sums")
+        return _weight(weight, count)
 
     def _leave_out(self, outputs: Nothing | None, index: int) -> None:
         """This rank has no loss in a micro-batch."""
@@ -117,31 +143,69 @@ class WindowLosses:
                 )
         elif isinstance(outputs, Nothing):
             # The other ranks' last backward exchanges gradients: this rank joins them with zeros.
-            if last and not self._seen:
+            if last and not (self._means or self._sums):
                 self._notes.add(str(self._window))
             self.core.backward(outputs.zero, 1.0)
 
     def end(self) -> bool:
-        """Finishes the window's gradients; False when no rank has a loss in it, so that there is nothing to step for."""
-        sums = bool(self._counts)
-        if not self._seen:
+        """Finishes the window's gradients; False when no rank has a loss in it, so that there is nothing to step for.
+
+        Raises:
+            ValueError: Some losses of the window are sums, others means, and nobody knows how many items a mean stands for.
+        """
+        if not (self._means or self._sums):
             if not self.core.joins_with_nothing:
                 return False
             # Gradients are exchanged: so every rank without a loss has said so by now.
             self.core.wait_for_device()
             if self._notes.count(str(self._window)) == self.core.world_size:
                 return False
-            sums = self._notes.count("sums") > 0
         if self._open_ended:
             self.core.finish_window()
-        if sums:
-            known = float(sum(count for count in self._counts if not isinstance(count, Tensor)))
-            total = torch.full((), known, device=self.core.device)
-            for count in self._counts:
-                if isinstance(count, Tensor):
-                    total += count
-            self.core.scale_gradients(1.0 / self.core.sum(total).clamp(min=1e-30))
+        if self._all_means and not self._sums_begin():
+            return True
+        known = float(sum(count for count in self._more_items if not isinstance(count, Tensor)))
+        told = torch.tensor([known, self._sums, self._means]).to(self.core.device)
+        for count in self._more_items:
+            if isinstance(count, Tensor):
+                told[0] += count
+        more_items = self.core.sum(told)[0]
+        # Reading waits for an accelerator: there a rank that goes on with sums alone learns of another's means by its end.
+        only_sums = self._sums > 0 and not self._means
+        goes_on = self._all_means is False and (self._counts_items or (only_sums and self.core.device.type != "cpu"))
+        if not goes_on:
+            sums, means = told[1:].tolist()
+            if sums and means and not self._counts_items:
+                raise self._mixed()
+            self._all_means = not sums
+        if self._counts_items and not self._all_means:
+            self.core.scale_gradients(self._divisor / (self._all_items + more_items).clamp(min=1e-30))
+        elif not self._all_means:
+            self.core.scale_gradients(1.0 / more_items.clamp(min=1e-30))
         return True
+
+    def _sums_begin(self) -> bool:
+        """All losses were means so far: whether sums begin with this window, on every rank that has a loss in it.
+
+        Ranks with means alone say nothing and wait for nothing; one that has found a sum waits for the others to say the same.
+        """
+        if not self._sums_announced and (self._means or self._sums or not self._notes.count(f"{self._window}.sums")):
+            return False
+        mixed = self._means and not self._counts_items
+        if mixed or not self._notes.agree(f"{self._window}.all sums", _SECONDS_FOR_AGREEMENT):
+            raise self._mixed()
+        return True
+
+    def _mixed(self) -> ValueError:
+        if self._counts_items:
+            return ValueError(
+                f"{self._where} returned a LossSum over other items than count_items counts, on this rank but not on every rank, "
+                "after steps with means alone: count the same items in both, or return a LossSum on every rank"
+            )
+        return ValueError(
+            f"{self._where} returned a LossSum for one part of a step and a mean loss for another, on this rank or another, so "
+            "that nobody knows how many items the mean stands for: return a LossSum each time, or define count_items(batch)"
+        )
 
     def _count(self, count: Any, what: str) -> float | Tensor:
         """A number of items, checked; as a scalar tensor where it is on an accelerator, which is not waited for."""

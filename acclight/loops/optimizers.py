@@ -40,6 +40,18 @@ class SchedulerConfig:
             raise ValueError(f"lr_scheduler frequency={self.frequency!r}: use a whole number, 1 or more")
         self.reduce_on_plateau = self.reduce_on_plateau or isinstance(self.scheduler, ReduceLROnPlateau)
 
+    def complain(self, why: str) -> None:
+        """The watched metric is not there.
+
+        Raises:
+            ValueError: With `strict`; else it is warned of once.
+        """
+        if self.strict:
+            raise ValueError(f"the scheduler watches {self.monitor!r}, {why}")
+        if not self.missed:
+            warn(f"the scheduler watches {self.monitor!r}, {why}: it does not step")
+            self.missed = True
+
 
 def read_optimizers(module: TrainModule) -> tuple[list[Optimizer], list[SchedulerConfig]]:
     """Optimizers and schedulers from every form that configure_optimizers may return.
@@ -197,10 +209,46 @@ def step_schedulers(trainer: Trainer, interval: str, count: int) -> None:
             trainer.module.lr_scheduler_step(config.scheduler, None)
 
 
+def step_value_watched(trainer: Trainer) -> bool:
+    """Whether a scheduler that is due after the coming step watches a value of it, or may; the same on every rank."""
+    names = trainer.metrics.step_names
+    return any(
+        names is None or config.monitor in names
+        for config in _plateaus(trainer, "step", trainer.progress.steps_taken + 1)
+    )
+
+
+def step_watching_schedulers(trainer: Trainer, fresh: set[str]) -> None:
+    """After a step whose values were read: schedulers that watch a metric which training logs on its steps.
+
+    Args:
+        trainer: Whose schedulers and module are used.
+        fresh: The metrics of this step.
+    """
+    for config in _plateaus(trainer, "step", trainer.progress.steps_taken):
+        assert config.monitor is not None
+        if config.monitor in trainer.metrics.training_names():
+            if config.monitor in fresh:
+                _step_plateau(trainer, config, fresh)
+            elif config.monitor not in trainer.metrics.names_of_steps():
+                config.complain(
+                    "which training logs for its epochs alone, after steps (interval='step'): log it with on_step=True, or use "
+                    "interval='epoch'"
+                )
+
+
 def step_epoch_schedulers(trainer: Trainer) -> None:
-    """At the end of an epoch: schedulers that count epochs, and those that watch a metric of the training epoch."""
-    step_schedulers(trainer, "epoch", trainer.current_epoch + 1)
-    _step_plateau(trainer, trainer.callback_metrics, of_training=True)
+    """At the end of an epoch: schedulers that count epochs, and those that watch a metric of training."""
+    epochs = trainer.current_epoch + 1
+    step_schedulers(trainer, "epoch", epochs)
+    training = trainer.metrics.training_names()
+    for config in _plateaus(trainer, "epoch", epochs):
+        # Without a validation nobody else can log it.
+        if config.monitor in training or not (trainer.validation is not None and trainer.validation.data):
+            _step_plateau(trainer, config, set(trainer.callback_metrics))
+    for config in _plateaus(trainer, "step", 0):
+        if config.monitor not in training and not (trainer.validation is not None and trainer.validation.data):
+            _step_plateau(trainer, config, set(trainer.callback_metrics))
 
 
 def step_plateau_schedulers(trainer: Trainer, fresh: set[str]) -> None:
@@ -210,31 +258,25 @@ def step_plateau_schedulers(trainer: Trainer, fresh: set[str]) -> None:
         trainer: Whose schedulers and module are used.
         fresh: The metrics of this validation.
     """
-    _step_plateau(trainer, {name: trainer.callback_metrics[name] for name in fresh}, of_training=False)
-
-
-def _step_plateau(trainer: Trainer, metrics: Mapping[str, torch.Tensor], *, of_training: bool) -> None:
-    if trainer.manual_optimization:
-        return
     training = trainer.metrics.training_names()
-    for config in trainer.lr_scheduler_configs:
-        if not config.reduce_on_plateau or (config.monitor in training) is not of_training:
-            continue
-        if of_training and config.interval != "epoch":
-            continue
-        count = trainer.current_epoch + 1 if config.interval == "epoch" else trainer.global_step
-        if count % config.frequency:
-            continue
-        assert config.monitor is not None
-        if config.monitor in metrics:
-            trainer.module.lr_scheduler_step(config.scheduler, metrics[config.monitor])
-        elif not trainer.steps_of_fit:
-            # The end of an epoch that was trained before a resume: a metric of training is not there, and not known.
-            continue
-        elif config.strict:
-            raise ValueError(
-                f"the scheduler watches {config.monitor!r}, which was not logged; there are {sorted(metrics)}"
-            )
-        elif not config.missed:
-            warn(f"the scheduler watches {config.monitor!r}, which was not logged: it does not step")
-            config.missed = True
+    for interval, count in (("epoch", trainer.current_epoch + 1), ("step", trainer.global_step)):
+        for config in _plateaus(trainer, interval, count):
+            if config.monitor not in training:
+                _step_plateau(trainer, config, fresh)
+
+
+def _plateaus(trainer: Trainer, interval: str, count: int) -> list[SchedulerConfig]:
+    """The schedulers of this interval that watch a metric, where they are due."""
+    if trainer.manual_optimization:
+        return []
+    watching = [config for config in trainer.lr_scheduler_configs if config.reduce_on_plateau]
+    return [config for config in watching if config.interval == interval and count % config.frequency == 0]
+
+
+def _step_plateau(trainer: Trainer, config: SchedulerConfig, names: set[str]) -> None:
+    assert config.monitor is not None
+    if config.monitor in names:
+        trainer.module.lr_scheduler_step(config.scheduler, trainer.callback_metrics[config.monitor])
+    elif trainer.steps_of_fit:
+        # Else it is the end of an epoch that was trained before a resume: a metric of training is not there, and not known.
+        config.complain(f"which was not logged; there are {sorted(names)}")

@@ -132,6 +132,14 @@ class SharedNotes:
         store = dist.distributed_c10d._get_default_store()
         return int(store.add(f"{self._prefix}/{name}", 0))
 
+    def meet(self, name: str, seconds: float) -> bool:
+        """`agree`, but with one answer for all ranks: nobody takes the others for late who hold that everybody has come."""
+        answer = "all" if self.agree(name, seconds) else "late"
+        if self._world_size == 1:
+            return True
+        store = dist.distributed_c10d._get_default_store()
+        return bool(store.compare_set(f"{self._prefix}/{name}/answer", "", answer) == b"all")
+
     def agree(self, name: str, seconds: float) -> bool:
         """Counts this rank, and waits until all ranks have; False when that has not happened in time."""
         there, deadline = self.add(name), time.monotonic() + seconds

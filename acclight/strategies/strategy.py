@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
@@ -122,8 +123,9 @@ class Strategy:
         self.wrapped: nn.Module
         self._optimizers: list[Any] = []
         self._scaler: torch.amp.GradScaler | None = None
-        #: Optimizers whose gradients of this window are free of the fp16 loss scale.
+        #: Optimizers whose gradients are free of the fp16 loss scale, and those of them whose step has come.
         self._unscaled: set[int] = set()
+        self._stepped: set[int] = set()
 
     @property
     def name(self) -> str:
@@ -280,6 +282,7 @@ class Strategy:
         optimizer = self._optimizers[index].optimizer
         if self._scaler is not None:
             self.unscale(index)
+            self._stepped.add(index)
             found = self._scaler._found_inf_per_device(optimizer)  # on every rank the same: gradients were averaged
             if any(flag.item() for flag in found.values()):
                 return False
@@ -287,12 +290,38 @@ class Strategy:
         return True
 
     def _update_scale(self) -> None:
+        """Changes the loss scale by what the steps since the last backward have found; the gradients that are left follow it."""
         # Before the next backward, not after a step: all optimizers of one window have gradients of one scale.
-        if self._scaler is not None and self._unscaled:
-            found = [self._scaler._found_inf_per_device(self._optimizers[i].optimizer) for i in self._unscaled]
-            if any(found):
-                self._scaler.update()
-            self._unscaled.clear()
+        scaler = self._scaler
+        if scaler is None or not self._unscaled:
+            return
+        raw = [one.optimizer for one in self._optimizers]
+        # Clipped, say, but not stepped yet: torch's scaler would forget what it has found in them.
+        waiting = {i for i in self._unscaled - self._stepped if any(p.grad is not None for p in _parameters(raw[i]))}
+        done = self._unscaled - waiting
+        if not done:
+            return
+        states = scaler._per_optimizer_states
+        kept = {id(raw[i]): states.pop(id(raw[i])) for i in waiting}
+        if any(scaler._found_inf_per_device(raw[i]) for i in done):
+            # What other optimizers have gathered must fit what is coming.
+            scaled = self._scaled_gradients() if len(self._unscaled) < len(raw) else []
+            before = scaler.get_scale() if scaled else 1.0
+            scaler.update()
+            factor = scaler.get_scale() / before if scaled else 1.0
+            for gradient in scaled if factor != 1.0 else ():
+                self.local(gradient).mul_(factor)
+        for i in done:
+            scaler._per_optimizer_states.pop(id(raw[i]), None)
+        scaler._per_optimizer_states.update(kept)
+        self._unscaled, self._stepped = waiting, set()
+
+    def _scaled_gradients(self) -> list[Tensor]:
+        """The gradients that hold the fp16 loss scale, those that have not travelled yet included."""
+        parameters = [_parameters(one.optimizer) for one in self._optimizers]
+        free = {id(p) for i in self._unscaled for p in parameters[i]}
+        tensors = {id(tensor): tensor for tensor in (*itertools.chain(*parameters), *self.leaves())}
+        return [t.grad for key, t in tensors.items() if key not in free and t.grad is not None]
 
     def scaler_state(self) -> dict[str, Any]:
         """The fp16 loss scale and how many steps it has been good for; empty where losses are not scaled."""
@@ -446,3 +475,7 @@ class Strategy:
         return [
             [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups] for optimizer in optimizers
         ]
+
+
+def _parameters(optimizer: Optimizer) -> list[Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
