@@ -30,6 +30,7 @@ from acclight.loops.progress import Progress as Counts
 from acclight.loops.reading import evaluation_data, evaluation_loaders
 from acclight.loops.session import session
 from acclight.messages import info, warn
+from acclight.misspelt import warn_of_misspelt
 from acclight.startup import announce
 from acclight.strategies.compiling import unwrapped
 from acclight.strategies.resolve import launched_accumulation, resolve_strategy
@@ -630,6 +631,7 @@ class Trainer:
                 self.callbacks = with_module_callbacks(self._own_callbacks, module)
                 self._callbacks_of = module
             self.hooks = Hooks(self, module, self.callbacks)
+            warn_of_misspelt([module, *self.callbacks, *([] if datamodule is None else [datamodule])])
             names = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
             self._transfers = [getattr(datamodule, name, None) or getattr(module, name) for name in names]
         except BaseException:
