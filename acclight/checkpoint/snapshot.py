@@ -123,6 +123,9 @@ def restore(trainer: Trainer, reader: Reader) -> None:
     for logger in trainer.loggers:
         if logger.state_key in document.get("loggers", {}):
             logger.load_state_dict(document["loggers"][logger.state_key])
+        # Where the run lies may have another path on another machine.
+        if logger.version != (decided := trainer.core.broadcast_object(logger.version)):
+            logger.version = decided
     if trainer.datamodule is not None:
         trainer.datamodule.load_state_dict(document["datamodule"])
     restore_position(trainer, reader)
