@@ -277,6 +277,7 @@ class Trainer:
         train_dataloaders, datamodule = arguments.loaders_and_datamodule(
             "fit", "train_dataloaders", train_dataloaders, datamodule
         )
+        arguments.check_loaders("fit", "val_dataloaders", val_dataloaders)
         arguments.check_ckpt_path(ckpt_path)
         module = self._module_for("fit", module)
         with session(self, "fit", module, datamodule):
