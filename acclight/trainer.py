@@ -711,6 +711,12 @@ class Trainer:
                 f"accumulate_grad_batches={self.accumulate_grad_batches}, but an epoch has {batches} batches: each epoch "
                 f"makes one step, over the {batches} that it holds"
             )
+        end, every = self.estimated_stepping_batches, self.log_every_n_steps
+        if self.loggers and self.global_step < end and end // every == self.global_step // every:
+            warn(
+                f"training ends at step {end}, before the next of every log_every_n_steps={every} steps: what it logs on its "
+                "steps will not reach the loggers; set a lower value"
+            )
         if not self._loop.limit_reached() and (reason := self.validation.never_due()):
             warn(f"no validation will run: {reason}")
 

@@ -428,6 +428,31 @@ def test_a_resumed_fit_goes_on_in_its_run(name: str, ckpt_path: str, tmp_path: P
         assert sorted(event.step for event in events.Reload().Scalars("loss")) == [1, 2, 3, 4]
 
 
+def said_of_intervals(recwarn: pytest.WarningsRecorder) -> list[str]:
+    return [str(one.message) for one in recwarn if "log_every_n_steps" in str(one.message)]
+
+
+def test_a_training_too_short_to_log_its_steps_is_warned_of(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
+    switches = {"enable_progress_bar": False, "enable_checkpointing": False, "default_root_dir": tmp_path}
+    trainer = Trainer(max_epochs=3, logger="csv", log_every_n_steps=10, **switches)
+    trainer.fit(Scalar(), repeated([1.0], 3))
+    (said,) = said_of_intervals(recwarn)
+    assert said.startswith("training ends at step 9, before the next of every log_every_n_steps=10 steps")
+    assert not list(tmp_path.rglob("metrics.csv"))
+
+
+def test_nothing_is_said_where_steps_are_logged_or_nobody_reads_them(
+    tmp_path: Path, recwarn: pytest.WarningsRecorder
+) -> None:
+    switches = {"enable_progress_bar": False, "enable_checkpointing": False, "default_root_dir": tmp_path}
+    logs = Trainer(max_epochs=5, logger="csv", log_every_n_steps=10, **switches)
+    logs.fit(Scalar(), repeated([1.0], 3))
+    assert steps_in(logs.log_dir / "metrics.csv") == [10]
+    Trainer(max_epochs=3, logger=False, log_every_n_steps=10, **switches).fit(Scalar(), repeated([1.0], 3))
+    Trainer(fast_dev_run=True, **switches).fit(Scalar(), repeated([1.0], 3))
+    assert said_of_intervals(recwarn) == []
+
+
 def test_which_runs_are_new_ones(tmp_path: Path) -> None:
     first = resumable(CSVLogger(tmp_path), tmp_path, 1)
     saved = first.checkpoint_callback.last_model_path
