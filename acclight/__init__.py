@@ -29,6 +29,13 @@ _PLACES = {
     "seed_everything": "seed",
 }
 
+#: What users look for here, by Lightning's names or ours -> the line that imports it.
+_ELSEWHERE = {
+    "LightningModule": "from acclight import TrainModule",
+    "LightningDataModule": "from acclight import DataModule",
+    "TransformersModule": "from acclight.integrations.transformers import TransformersModule",
+}
+
 
 def __getattr__(name: str) -> Any:
     if name == "checkpoint":
@@ -40,7 +47,18 @@ def __getattr__(name: str) -> Any:
             return "0+unknown"
     if name in _PLACES:
         return getattr(import_module(f"acclight.{_PLACES[name]}"), name)
+    if not name.startswith("_"):
+        places = [place for place in ("callbacks", "loggers", "strategies") if name in _names_of(place)]
+        line = f"from acclight.{places[0]} import {name}" if places else _ELSEWHERE.get(name)
+        if line is not None:
+            # Python would put a text of its own in the place of an AttributeError's.
+            raise ImportError(f"acclight has no {name!r}: use `{line}`")
     raise AttributeError(f"module 'acclight' has no attribute {name!r}")
+
+
+def _names_of(place: str) -> list[str]:
+    names: list[str] = import_module(f"acclight.{place}").__all__
+    return names
 
 
 def __dir__() -> list[str]:

@@ -11,6 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
+import numpy as np
+import torch
+
 from acclight.callback import Callback
 from acclight.data.loader import check_limit
 from acclight.datamodule import DataModule
@@ -182,13 +185,23 @@ def check_module(method: str, module: Any) -> None:
         raise TypeError(f"{type(module).__name__}.__init__ has to call super().__init__() first")
 
 
+def check_loaders(method: str, argument: str, loaders: Any) -> None:
+    """Raises TypeError for a tensor or an array, whose rows would be taken for batches."""
+    if isinstance(loaders, (torch.Tensor, np.ndarray)):
+        raise TypeError(
+            f"Trainer.{method}({argument}=...) was given a {type(loaders).__name__}: give a loader of it, such as "
+            "DataLoader(TensorDataset(tensor), batch_size=32)"
+        )
+
+
 def loaders_and_datamodule(method: str, argument: str, loaders: Any, datamodule: Any) -> tuple[Any, DataModule | None]:
     """The loaders, and the DataModule also where it came in their place, as Lightning's users give it.
 
     Raises:
-        TypeError: The datamodule is none.
+        TypeError: The datamodule is none, or the loaders are a tensor.
         ValueError: Both were given.
     """
+    check_loaders(method, argument, loaders)
     if isinstance(loaders, DataModule) and datamodule is None:
         loaders, datamodule = None, loaders
     if datamodule is not None and not isinstance(datamodule, DataModule):

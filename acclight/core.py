@@ -95,7 +95,7 @@ class StepModule(nn.Module):
     def _compiled_step(self, step: str) -> Callable[..., Any]:
         assert self._compilation is not None
         if step not in self._compiled:
-            self._compiled[step] = self._compilation.step(getattr(self.module, step))
+            self._compiled[step] = self._compilation.step(getattr(self.module, step), self.module)
         return self._compiled[step]
 
 

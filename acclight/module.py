@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from acclight.hyperparameters import Hyperparameters, choose, init_arguments, saved_arguments, storable
 from acclight.logging.torchmetric import entries
@@ -86,6 +86,8 @@ class TrainModule(ModuleHooks):
 
     def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
         """One batch of a prediction run. Default: `self(batch)`."""
+        if type(self).forward is nn.Module.forward and "forward" not in vars(self):
+            raise NotImplementedError(f"{type(self).__name__} needs a predict_step, or a forward, for Trainer.predict")
         return self(batch)
 
     def configure_model(self) -> None:
@@ -412,6 +414,7 @@ class TrainModule(ModuleHooks):
 
         Raises:
             TypeError: An argument without a default is neither saved nor given.
+            RuntimeError: The checkpoint is another model's; names what is missing or too much.
         """
         from acclight import checkpoint
 
@@ -420,7 +423,19 @@ class TrainModule(ModuleHooks):
         module = cls(**arguments)
         module.configure_model()
         module.on_load_checkpoint(document.get("extra", {}))
-        module.load_state_dict(checkpoint.load_weights(checkpoint_path), strict=strict)
+        weights = checkpoint.load_weights(checkpoint_path)
+        try:
+            module.load_state_dict(weights, strict=strict)
+        except RuntimeError as error:
+            own = module.state_dict().keys()
+            names = {
+                "not in it": [n for n in own if n not in weights],
+                "only in it": [n for n in weights if n not in own],
+            }
+            odd = "; ".join(f"{where}: {', '.join(some)}" for where, some in names.items() if some)
+            if not odd:
+                raise
+            raise RuntimeError(f"the checkpoint {checkpoint_path} does not fit {cls.__name__}; {odd}") from error
         return module if map_location is None else module.to(map_location)
 
 

@@ -31,6 +31,7 @@ from acclight.loops.progress import Progress as Counts
 from acclight.loops.reading import evaluation_data, evaluation_loaders
 from acclight.loops.session import session
 from acclight.messages import info, warn
+from acclight.misspelt import warn_of_misspelt
 from acclight.startup import announce
 from acclight.strategies.compiling import unwrapped
 from acclight.strategies.resolve import launched_accumulation, resolve_strategy
@@ -288,6 +289,7 @@ class Trainer:
         train_dataloaders, datamodule = arguments.loaders_and_datamodule(
             "fit", "train_dataloaders", train_dataloaders, datamodule
         )
+        arguments.check_loaders("fit", "val_dataloaders", val_dataloaders)
         arguments.check_ckpt_path(ckpt_path)
         module = self._module_for("fit", module)
         with session(self, "fit", module, datamodule):
@@ -686,6 +688,7 @@ class Trainer:
                 self.callbacks = with_module_callbacks(self._own_callbacks, module)
                 self._callbacks_of = module
             self.hooks = Hooks(self, module, self.callbacks)
+            warn_of_misspelt([module, *self.callbacks, *([] if datamodule is None else [datamodule])])
             names = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
             self._transfers = [getattr(datamodule, name, None) or getattr(module, name) for name in names]
         except BaseException:
@@ -765,6 +768,12 @@ class Trainer:
             warn(
                 f"accumulate_grad_batches={self.accumulate_grad_batches}, but an epoch has {batches} batches: each epoch "
                 f"makes one step, over the {batches} that it holds"
+            )
+        end, every = self.estimated_stepping_batches, self.log_every_n_steps
+        if self.loggers and self.global_step < end and end // every == self.global_step // every:
+            warn(
+                f"training ends at step {end}, before the next of every log_every_n_steps={every} steps: what it logs on its "
+                "steps will not reach the loggers; set a lower value"
             )
         if not self._loop.limit_reached() and (reason := self.validation.never_due()):
             warn(f"no validation will run: {reason}")

@@ -47,8 +47,8 @@ class ModelCheckpoint(Callback):
     the best of the old folder stays `best_model_path` until a better one is saved.
 
     Args:
-        dirpath: The folder of the checkpoints. Default: `checkpoints` in the run's folder (`trainer.log_dir`), or in
-            `trainer.default_root_dir` when there is no logger.
+        dirpath: The folder of the checkpoints. Default: `checkpoints` in the run's folder (`trainer.log_dir`, such as
+            `acclight_logs/version_0`), or in `trainer.default_root_dir` where no logger has a folder.
         filename: The name of a checkpoint, with metrics, `epoch` and `step` in braces: "{epoch}-{val/loss:.3f}" gives
             "epoch=3-val_loss=0.123". A metric without a value at that step is "nan". Where the name is taken, "-v1" and
             so on is added. Default: `step-00000120`.
@@ -202,14 +202,18 @@ class ModelCheckpoint(Callback):
 
     def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
         """Decides the folder, the same on all ranks."""
-        if stage != "fit":
-            return
+        if stage == "fit":
+            self._decide_folder(trainer)
+
+    def _decide_folder(self, trainer: Trainer) -> None:
         if self._default_dirpath:
             self.dirpath = str(Path(trainer.log_dir or trainer.default_root_dir) / "checkpoints")
         self.dirpath = _of_rank_zero(os.path.abspath(os.path.expanduser(self.dirpath or "")))
 
     def on_fit_start(self, trainer: Trainer, module: TrainModule) -> None:
         """A run that begins at step 0 knows of no earlier one; one that goes on knows what is in its folder."""
+        # Once more: a logger may have gone back to the run that is resumed.
+        self._decide_folder(trainer)
         everything = [*self._elsewhere, *self._saved] if trainer.global_step > 0 else []
         self._saved = [saved for saved in everything if os.path.dirname(saved.path) == self.dirpath]
         self._elsewhere = self._ranked([saved for saved in everything if saved not in self._saved])[:1]

@@ -45,9 +45,11 @@ class Status:
 
     @property
     def speed(self) -> str:
-        """For instance "85.1 steps/s", or "2.5 s/step" where that is slow."""
+        """For instance "85.1 steps/s", or "2.5 s/step" where that is slow; empty before anything is done."""
         speed, unit = self.per_second, self.unit
-        if 0.0 < speed < 1.0:
+        if speed == 0.0:
+            return ""
+        if speed < 1.0:
             return f"{1.0 / speed:.3g} s/{unit}"
         plural = "batches" if unit == "batch" else f"{unit}s"
         return f"{speed:.0f} {plural}/s" if speed >= 1000 else f"{speed:.3g} {plural}/s"
@@ -261,8 +263,12 @@ class Progress(Callback):
         )
 
     def _values(self, trainer: Trainer) -> dict[str, float]:
-        loss = {} if self._loss is None else {"loss": float(self._loss) / float(self._count)}
-        return loss | {name: float(value) for name, value in trainer.progress_bar_metrics.items()}
+        values = {name: float(value) for name, value in trainer.progress_bar_metrics.items()}
+        # A training that shows a loss of its own needs no second one; that of an evaluation does not stand for it.
+        shown = any("loss" in name and "val" not in name and "test" not in name for name in values)
+        if self._loss is None or shown:
+            return values
+        return {"loss": float(self._loss) / float(self._count)} | values
 
     @staticmethod
     def _epoch(trainer: Trainer) -> str:

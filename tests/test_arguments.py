@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from acclight import Callback, DataModule, Trainer, TrainModule, seed_everything
+from acclight import Callback, DataModule, Trainer, TrainModule, checkpoint, seed_everything
 from acclight.callbacks import EarlyStopping
 from tests.scenarios import Scalar, quiet_trainer, repeated
 
@@ -94,11 +94,56 @@ class Unfinished(TrainModule):
         ((Unfinished(),), r"Unfinished.__init__ has to call super\(\).__init__\(\) first"),
         ((Scalar(), None, None, DataLoader(torch.ones(2))), r"fit\(datamodule=...\) was given a DataLoader"),
         ((Scalar(), DataLoader(torch.ones(2)), None, None, 3), "ckpt_path=3: give a checkpoint's folder"),
+        ((Scalar(), torch.ones(2)), r"fit\(train_dataloaders=...\) was given a Tensor: give a loader of it"),
+        ((Scalar(), DataLoader(torch.ones(2)), torch.ones(2)), r"fit\(val_dataloaders=...\) was given a Tensor"),
     ],
 )
 def test_what_cannot_be_fitted(arguments: tuple[Any, ...], message: str) -> None:
     with pytest.raises(TypeError, match=message):
         quiet_trainer(strategy="single", max_epochs=1).fit(*arguments)
+
+
+def test_a_tensor_is_no_loader_of_an_evaluation() -> None:
+    for method in ("validate", "test", "predict"):
+        with pytest.raises(TypeError, match=rf"{method}\(dataloaders=...\) was given a Tensor"):
+            getattr(quiet_trainer(strategy="single"), method)(Scalar(), torch.ones(2))
+
+
+def test_a_prediction_needs_a_step_or_a_forward() -> None:
+    with pytest.raises(NotImplementedError, match=r"^Scalar needs a predict_step, or a forward, for Trainer\.predict$"):
+        quiet_trainer(strategy="single").predict(Scalar(), repeated([1.0], 1))
+
+
+def test_what_is_no_checkpoint_to_resume_from(tmp_path: Path) -> None:
+    (tmp_path / "old.ckpt").write_text("x")
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf" / "config.json").write_text("{}")
+    (tmp_path / "other").mkdir()
+    for name, message in {
+        "nowhere": "does not exist: give a checkpoint's folder, 'last', 'best' or 'auto'",
+        "old.ckpt": "is a file, and a checkpoint is a folder: of Lightning's, load the weights alone",
+        "hf": "is a Hugging Face folder, which cannot be resumed: give it to TransformersModule",
+        "other": "holds no manifest.json, so that it is no checkpoint",
+    }.items():
+        with pytest.raises(checkpoint.CheckpointError) as caught:
+            quiet_trainer(strategy="single", max_epochs=1).fit(Scalar(), repeated([1.0], 1), ckpt_path=tmp_path / name)
+        assert str(caught.value).startswith(f"ckpt_path='{tmp_path / name}' {message}")
+        assert str(caught.value).count(name) == 1
+
+
+def test_a_checkpoint_of_another_model_is_said_to_be_one(tmp_path: Path) -> None:
+    class Other(TrainModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.v = nn.Parameter(torch.zeros(1))
+
+    trainer = quiet_trainer(strategy="single", max_epochs=1)
+    trainer.fit(Scalar(), repeated([1.0], 2))
+    trainer.save_checkpoint(tmp_path / "saved")
+    with pytest.raises(RuntimeError, match=r"saved does not fit Other; not in it: v; only in it: w$"):
+        Other.load_from_checkpoint(tmp_path / "saved")
+    with pytest.raises(ValueError, match=r"length 2.*length 3.*load_state_dict\(checkpoint\.load_weights\(path\)\)"):
+        quiet_trainer(strategy="single", max_epochs=2).fit(Scalar(), repeated([1.0], 3), ckpt_path=tmp_path / "saved")
 
 
 def test_an_optimizer_over_other_parameters_is_refused() -> None:

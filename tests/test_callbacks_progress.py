@@ -156,6 +156,24 @@ def test_lines_of_a_whole_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert all(line.startswith(("train", "validate", "sanity check")) for line in lines)
 
 
+@pytest.mark.parametrize(
+    ("shown", "text"),
+    [
+        ({}, "loss 0.5"),
+        ({"val_loss": 2.0}, "loss 0.5  val_loss 2"),
+        ({"train_loss": 1.0, "acc": 0.25}, "train_loss 1  acc 0.25"),
+        ({"loss": 1.0}, "loss 1"),
+    ],
+)
+def test_a_training_that_shows_its_loss_has_it_once(shown: dict[str, float], text: str, tmp_path: Path) -> None:
+    progress = PlainProgress()
+    trainer = SimpleNamespace(progress_bar_metrics=shown)
+    progress._loss = torch.tensor(1.0)
+    progress._count = 2
+    values = progress._values(trainer)  # type: ignore[arg-type]
+    assert Status("train", "1", 0, None, "step", "", values, 0.0, None).metrics == text
+
+
 def test_lines_of_validate_test_and_predict(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trainer = trainer_with(PlainProgress(), tmp_path)
     trainer.validate(Scalar(), loader(3))
@@ -452,7 +470,7 @@ def test_clock(seconds: float, text: str) -> None:
 @pytest.mark.parametrize(
     ("speed", "unit", "text"),
     [
-        (0.0, "step", "0 steps/s"), (0.25, "step", "4 s/step"), (2.5, "batch", "2.5 batches/s"),
+        (0.0, "step", ""), (0.25, "step", "4 s/step"), (2.5, "batch", "2.5 batches/s"),
         (85.14, "step", "85.1 steps/s"), (123456.7, "step", "123457 steps/s"),
     ],
 )  # fmt: skip

@@ -529,6 +529,19 @@ def test_latest_says_which_is_damaged(tmp_path: Path) -> None:
     assert latest(tmp_path / "nowhere") is None
 
 
+@pytest.mark.parametrize("place", ["checkpoints", "version_0/checkpoints", "acclight_logs/version_3/checkpoints", "."])
+def test_latest_finds_what_a_trainer_with_that_root_has_written(place: str, tmp_path: Path) -> None:
+    save(tmp_path / "acclight_logs" / "version_1" / "checkpoints" / "step-1")
+    newer = save(tmp_path / place / "step-2")
+    assert latest(tmp_path) == newer
+
+
+@pytest.mark.parametrize("read", [load_weights, read_trainer, verify, lambda path: export(path, "out")])
+def test_no_path_is_said_to_be_none(read: Callable[[Any], Any]) -> None:
+    with pytest.raises(TypeError, match=r"the checkpoint's path is None: give its folder \(latest"):
+        read(None)
+
+
 def test_json_size_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = save(tmp_path / "c")
     monkeypatch.setattr(files, "MAX_JSON_BYTES", 100)

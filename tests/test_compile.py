@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torchmetrics
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
+from torchmetrics.classification import BinaryPrecision, BinaryRecall
 
 from acclight import Trainer, TrainModule, checkpoint
 from tests.distributed import RankChecks
@@ -248,6 +251,73 @@ def test_inductor_on_two_ranks(strategy: str) -> None:
         results.append({name: whole(trainer, name) for name in sorted(trainer.strategy.model_state(module))})
     for name, value in results[0].items():
         torch.testing.assert_close(results[1][name], value, atol=1e-6, rtol=0.0)
+
+
+class Measured(TrainModule):
+    """The output is the input: what is predicted is its largest column, and the label the last one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(()))
+        for stage in ("train", "val", "test"):
+            setattr(self, f"{stage}_f1", torchmetrics.F1Score(task="multiclass", num_classes=2, average="macro"))
+        self.parts = torchmetrics.MetricCollection(
+            {"precision": BinaryPrecision(), "recall": BinaryRecall()}, prefix="test_"
+        )
+        self.called: list[float] = []
+
+    def step(self, batch: Tensor, stage: str) -> Tensor:
+        out, labels = self.w * batch[:, :2], batch[:, 2].long()
+        f1 = getattr(self, f"{stage}_f1")
+        self.called.append(f1(out, labels))
+        self.log(f"{stage}_f1", f1, on_step=False, on_epoch=True)
+        return 0.0 * out.mean()
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.step(batch, "train")
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.step(batch, "val")
+
+    def test_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.step(batch, "test")
+        self.parts.update(batch[:, 1] > batch[:, 0], batch[:, 2].long())
+        self.log_dict(self.parts)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def check_measured() -> None:
+    """Predictions 1 1 1 0 0 0 0 0, labels 1 1 0 1 0 0 0 1: of class 1 2 hits, 1 false alarm and 2 misses, of class 0 3, 2, 1."""
+    predicted, labels = torch.tensor([1, 1, 1, 0, 0, 0, 0, 0]), torch.tensor([1, 1, 0, 1, 0, 0, 0, 1])
+    data = torch.stack([1.0 - predicted, predicted.float(), labels.float()], dim=1)
+    expected = (2 * 2 / (2 * 2 + 1 + 2) + 2 * 3 / (2 * 3 + 2 + 1)) / 2
+    module = Measured()
+    trainer = quiet_trainer(max_epochs=2, compile={"backend": "eager"})
+    trainer.fit(module, DataLoader(data, batch_size=2), DataLoader(data, batch_size=2))
+    assert float(trainer.callback_metrics["train_f1"]) == pytest.approx(expected)
+    assert float(trainer.callback_metrics["val_f1"]) == pytest.approx(expected)
+    module.called.clear()
+    (tested,) = trainer.test(module, DataLoader(data, batch_size=2), verbose=False)
+    assert tested == pytest.approx({"test_f1": expected, "test_precision": 2 / 3, "test_recall": 2 / 4})
+    # Each call gives the value of its batch: 1 1 for 1 1, say, leaves class 0 out, 0 0 for 0 0 class 1.
+    of_batches = [1.0, 0.0, 1.0, (0.0 + 2 / 3) / 2]
+    own = of_batches[trainer.global_rank :: trainer.world_size]
+    assert list(map(float, module.called)) == pytest.approx(own)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] >= 3
+    assert not {"forward", "reset"} & vars(module.test_f1).keys()
+    copy.deepcopy(module.test_f1)
+
+
+def test_torchmetrics_objects_are_not_traced() -> None:
+    check_measured()
+
+
+@on_two_ranks
+def test_torchmetrics_objects_are_not_traced_on_two_ranks() -> None:
+    torch._dynamo.reset()
+    check_measured()
 
 
 class HalfCompiled(Net):

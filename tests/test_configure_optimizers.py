@@ -299,6 +299,35 @@ def test_fp16_with_several_optimizers_steps_with_the_true_gradients() -> None:
     assert float(module.b.detach()) == pytest.approx(0.4375)
 
 
+class Shared(Returns):
+    """Two optimizers over one weight."""
+
+    def configure_optimizers(self) -> Any:
+        return [SGD([self.a, self.b], lr=0.5), SGD([self.b], lr=0.25)]
+
+
+def test_two_optimizers_over_one_parameter_are_refused_in_automatic_optimization() -> None:
+    module = Shared(lambda *_: None)
+    with pytest.raises(ValueError, match=r"two optimizers over 'b'.*automatic_optimization = False"):
+        quiet_trainer(strategy="single", max_epochs=1).fit(module, repeated([1.0], 1))
+    assert module.b.item() == 0.0
+
+
+def test_two_optimizers_over_one_parameter_may_step_by_hand() -> None:
+    class ByHand(Shared):
+        def training_step(self, batch: Tensor, batch_idx: int) -> None:
+            for optimizer in self.optimizers():
+                optimizer.zero_grad()
+                self.manual_backward(((self.b - batch) ** 2 / 2).mean())
+                optimizer.step()
+
+    module = ByHand(lambda *_: None)
+    module.automatic_optimization = False
+    quiet_trainer(strategy="single", max_epochs=1).fit(module, repeated([1.0], 1))
+    # 0 + 0.5 * 1, then 0.5 + 0.25 * 0.5
+    assert module.b.item() == 0.625
+
+
 class NoState:
     def step(self) -> None:
         pass

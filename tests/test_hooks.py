@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from acclight import Callback, Trainer, TrainModule
+from acclight import Callback, DataModule, Trainer, TrainModule
 from acclight.callback import HOOKS, MODULE_HOOKS, REFUSED
 from tests.distributed import RankChecks
 from tests.hook_order import Player, Scenario
@@ -410,3 +410,71 @@ def all_gathered(strategy: str) -> None:
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
 def test_all_gather_with_gradients(strategy: str) -> None:
     all_gathered(strategy)
+
+
+class Helped(Scalar):
+    """Names near hooks that mean something else: what the class calls itself, variants, longer names."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.training_steps(batch)
+
+    def training_steps(self, batch: Any) -> Any:
+        return self.loss(batch)
+
+    def validation_steps_done(self) -> int:
+        return 0
+
+    def on_train_epoch_end_(self) -> None: ...
+
+    def _validation_step(self) -> None: ...
+
+    def test_step_2(self) -> None: ...
+
+    def on_fit_end(self) -> None: ...
+
+    def on_fit_ends(self) -> None: ...
+
+    def on_val_epoch(self) -> None: ...
+
+    def train_step(self) -> None: ...
+
+    def loss_step(self) -> None: ...
+
+
+def test_a_method_that_is_nearly_a_hook_is_warned_of_once(recwarn: pytest.WarningsRecorder) -> None:
+    class Typos(Scalar):
+        def validaton_step(self, batch: Any, batch_idx: int) -> None: ...
+
+        def test_steps(self, batch: Any, batch_idx: int) -> None: ...
+
+        def on_train_epoch_ends(self) -> None: ...
+
+    class Watch(Callback):
+        def on_train_epoch_ends(self, trainer: Trainer, module: TrainModule) -> None: ...
+
+    class Data(DataModule):
+        def train_dataloader(self) -> Any:
+            return repeated([1.0], 1)
+
+        def val_dataloaders(self) -> Any: ...
+
+    trainer = quiet_trainer(strategy="single", max_epochs=1, callbacks=[Watch()])
+    module = Typos()
+    trainer.fit(module, datamodule=Data())
+    trainer.validate(module, repeated([1.0], 1), verbose=False)
+    said = [str(one.message) for one in recwarn if "is no hook" in str(one.message)]
+    assert said == [
+        f"{method} is no hook and will not be called: did you mean {hook}?"
+        for method, hook in [
+            ("Typos.validaton_step", "validation_step"),
+            ("Typos.test_steps", "test_step"),
+            ("Typos.on_train_epoch_ends", "on_train_epoch_end"),
+            ("Watch.on_train_epoch_ends", "on_train_epoch_end"),
+            ("Data.val_dataloaders", "val_dataloader"),
+        ]
+    ]
+
+
+def test_plain_names_near_hooks_are_not_warned_of(recwarn: pytest.WarningsRecorder) -> None:
+    quiet_trainer(strategy="single", max_epochs=1).fit(Helped(), repeated([1.0], 1))
+    assert [str(one.message) for one in recwarn if "is no hook" in str(one.message)] == []

@@ -735,6 +735,7 @@ def test_adapters_need_peft() -> None:
     ("arguments", "message"),
     [
         ({"optim": "adamw_torhc"}, "optim='adamw_torhc' is unknown; did you mean 'adamw_torch'"),
+        ({"optim": "adamw"}, "optim='adamw' is unknown; did you mean 'adamw_torch'"),
         ({"optim": "galore_adamw"}, "optim='galore_adamw' is unknown"),
         ({"lr_scheduler_type": "cosin"}, "lr_scheduler_type='cosin' is unknown; did you mean 'cosine'"),
         ({"auto_class": "AutoModelForCausalML"}, "no model class of transformers; did you mean 'AutoModelForCausalLM'"),

@@ -20,7 +20,12 @@ import pytest
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_only
 
+from acclight import Trainer
 from acclight.loggers import CSVLogger, Logger, TensorBoardLogger
+from tests.distributed import RankChecks
+from tests.scenarios import Scalar, repeated
+
+on_two_ranks = RankChecks(world_size=2, timeout=120.0)
 
 
 class Colour(Enum):
@@ -374,3 +379,102 @@ def test_importing_the_loggers_does_not_import_tensorboard() -> None:
     script = "import sys, acclight.loggers as l; l.CSVLogger; print('tensorboard' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=True)
     assert done.stdout.strip() == "False"
+
+
+# --- the run that a fit resumes -----------------------------------------------------------------------------------------
+
+
+def resumable(logger: Any, root: Path, epochs: int, ckpt_path: Any = "auto") -> Trainer:
+    """A fit of two steps an epoch, with each step logged and a checkpoint after each epoch."""
+    batches = 2 * int(os.environ.get("WORLD_SIZE", "1"))
+    switches = {"enable_progress_bar": False, "enable_model_summary": False}
+    trainer = Trainer(max_epochs=epochs, logger=logger, log_every_n_steps=1, default_root_dir=root, **switches)
+    trainer.fit(Scalar(), repeated([1.0], batches), ckpt_path=ckpt_path)
+    return trainer
+
+
+def steps_in(file: Path) -> list[int]:
+    return [int(row["step"]) for row in csv.DictReader(file.open()) if row["loss"]]
+
+
+LOGGERS = {
+    "True": lambda root: True,
+    "csv": lambda root: "csv",
+    "CSVLogger": CSVLogger,
+    "TensorBoardLogger": TensorBoardLogger,
+    "several": lambda root: [TensorBoardLogger(root, "other"), CSVLogger(root)],
+}
+
+
+@pytest.mark.parametrize("ckpt_path", ["auto", "last", "a path"])
+@pytest.mark.parametrize("name", LOGGERS)
+def test_a_resumed_fit_goes_on_in_its_run(name: str, ckpt_path: str, tmp_path: Path) -> None:
+    first = resumable(LOGGERS[name](tmp_path), tmp_path, 1)
+    assert first.loggers[0].version == 0
+    saved = first.checkpoint_callback.last_model_path
+    again = resumable(LOGGERS[name](tmp_path), tmp_path, 2, saved if ckpt_path == "a path" else ckpt_path)
+    assert again.global_step == 4
+    assert [one.version for one in again.loggers] == [0] * len(again.loggers)
+    assert again.log_dir == first.log_dir
+    assert set(tmp_path.rglob("version_*")) == {one.log_dir for one in again.loggers}
+    assert Path(again.checkpoint_callback.last_model_path) == Path(saved).with_name("step-00000004")
+    if name != "TensorBoardLogger":
+        assert steps_in(tmp_path / "acclight_logs" / "version_0" / "metrics.csv") == [1, 2, 3, 4]
+    if name in ("True", "TensorBoardLogger"):
+        from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+        events = EventAccumulator(str(tmp_path / "acclight_logs" / "version_0"))
+        # Files of one second are read in any order.
+        assert sorted(event.step for event in events.Reload().Scalars("loss")) == [1, 2, 3, 4]
+
+
+def said_of_intervals(recwarn: pytest.WarningsRecorder) -> list[str]:
+    return [str(one.message) for one in recwarn if "log_every_n_steps" in str(one.message)]
+
+
+def test_a_training_too_short_to_log_its_steps_is_warned_of(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
+    switches = {"enable_progress_bar": False, "enable_checkpointing": False, "default_root_dir": tmp_path}
+    trainer = Trainer(max_epochs=3, logger="csv", log_every_n_steps=10, **switches)
+    trainer.fit(Scalar(), repeated([1.0], 3))
+    (said,) = said_of_intervals(recwarn)
+    assert said.startswith("training ends at step 9, before the next of every log_every_n_steps=10 steps")
+    assert not list(tmp_path.rglob("metrics.csv"))
+
+
+def test_nothing_is_said_where_steps_are_logged_or_nobody_reads_them(
+    tmp_path: Path, recwarn: pytest.WarningsRecorder
+) -> None:
+    switches = {"enable_progress_bar": False, "enable_checkpointing": False, "default_root_dir": tmp_path}
+    logs = Trainer(max_epochs=5, logger="csv", log_every_n_steps=10, **switches)
+    logs.fit(Scalar(), repeated([1.0], 3))
+    assert steps_in(logs.log_dir / "metrics.csv") == [10]
+    Trainer(max_epochs=3, logger=False, log_every_n_steps=10, **switches).fit(Scalar(), repeated([1.0], 3))
+    Trainer(fast_dev_run=True, **switches).fit(Scalar(), repeated([1.0], 3))
+    assert said_of_intervals(recwarn) == []
+
+
+def test_which_runs_are_new_ones(tmp_path: Path) -> None:
+    first = resumable(CSVLogger(tmp_path), tmp_path, 1)
+    saved = first.checkpoint_callback.last_model_path
+    assert resumable(CSVLogger(tmp_path), tmp_path, 1, None).logger.version == 1, "nothing is resumed"
+    assert resumable(CSVLogger(tmp_path, version="own"), tmp_path, 2, saved).logger.version == "own"
+    other = resumable(CSVLogger(tmp_path / "other"), tmp_path, 2, saved)
+    assert other.log_dir == tmp_path / "other" / "acclight_logs" / "version_0"
+    assert steps_in(first.log_dir / "metrics.csv") == [1, 2]
+    # The one that was given goes on too, when a later fit does not give it.
+    again = resumable(
+        CSVLogger(tmp_path), tmp_path, 3, tmp_path / "acclight_logs" / "own" / "checkpoints" / "step-00000004"
+    )
+    assert again.log_dir == tmp_path / "acclight_logs" / "own"
+
+
+@on_two_ranks
+def test_both_ranks_go_back_to_the_run_that_is_resumed(tmp_path: Path) -> None:
+    resumable("csv", tmp_path, 1)
+    trainer = resumable("csv", tmp_path, 2)
+    assert trainer.log_dir == tmp_path / "acclight_logs" / "version_0"
+    folder = trainer.log_dir / "checkpoints"
+    assert trainer.checkpoint_callback.last_model_path == str(folder / "step-00000004")
+    trainer.core.barrier()
+    assert [one.name for one in (tmp_path / "acclight_logs").iterdir()] == ["version_0"]
+    assert steps_in(trainer.log_dir / "metrics.csv") == [1, 2, 3, 4]

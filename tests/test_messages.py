@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
+import acclight
 from acclight.messages import warn
 from acclight.strategies import FSDP2Strategy
 from tests.scenarios import Scalar, quiet_trainer, repeated
@@ -47,3 +48,20 @@ def test_a_warning_points_at_the_line_that_called_acclight() -> None:
 def test_a_warning_without_a_user_still_comes() -> None:
     with pytest.warns(UserWarning, match="nobody"):
         exec("warn('nobody')", {"warn": warn, "__name__": "acclight.made"})
+
+
+@pytest.mark.parametrize(
+    ("name", "line"),
+    [
+        ("ModelCheckpoint", "from acclight.callbacks import ModelCheckpoint"),
+        ("CSVLogger", "from acclight.loggers import CSVLogger"),
+        ("DDPStrategy", "from acclight.strategies import DDPStrategy"),
+        ("LightningModule", "from acclight import TrainModule"),
+        ("TransformersModule", "from acclight.integrations.transformers import TransformersModule"),
+    ],
+)
+def test_a_name_that_lies_elsewhere_is_said_to(name: str, line: str) -> None:
+    with pytest.raises(ImportError, match=f"acclight has no '{name}': use `{line}`"):
+        exec(f"from acclight import {name}")
+    exec(line, {})
+    assert not hasattr(acclight, "NoSuchThing")

@@ -36,7 +36,7 @@ def load_weights(path: str | os.PathLike[str], *, averaged: bool = False) -> dic
     Raises:
         CheckpointError: the checkpoint is damaged (the message names the file), or holds no averaged weights.
     """
-    path = Path(path)
+    path = layout.as_folder(path)
     weights, tied, _ = _read(path, averaged=averaged)
     tensors = read_tensors(path / layout.TENSORS_FOLDER, prefix="trainer.extra_state.")
     extra_state: dict[str, Any] = decode(read_json(path / layout.TRAINER).get("extra_state", {}), tensors)
@@ -49,7 +49,7 @@ def read_trainer(path: str | os.PathLike[str]) -> dict[str, Any]:
     Raises:
         CheckpointError: these files or the checkpoint's form are damaged; the message names the file.
     """
-    path = Path(path)
+    path = layout.as_folder(path)
     problems = layout.structure_problems(path)
     if not problems:
         listed = layout.read_manifest(path)
@@ -96,7 +96,7 @@ def export(
     for name in (WEIGHTS, INDEX, CONFIG):
         if os.path.lexists(out / name):
             raise CheckpointError(f"{out / name} exists, and is not written over: give another folder or remove it.")
-    weights, tied, trainer = _read(Path(path), averaged=averaged)
+    weights, tied, trainer = _read(layout.as_folder(path), averaged=averaged)
     if prefix is None:
         prefix = str(trainer["hf_prefix"] or "")
     if keep_tied:

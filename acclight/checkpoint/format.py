@@ -172,7 +172,7 @@ def read_rng(path: Path, rank: int) -> dict[str, Any] | None:
 
 def verify(path: str | os.PathLike[str]) -> list[str]:
     """What is wrong with a checkpoint; empty when it is good. Reads every file, in this process alone."""
-    path = Path(path)
+    path = as_folder(path)
     return structure_problems(path) or digest_problems(path, read_manifest(path)) or content_problems(path)
 
 
@@ -199,12 +199,24 @@ def candidates(*directories: Path) -> tuple[list[Path], list[str]]:
     return [folder for _, folder in sorted(dated, reverse=True)], problems
 
 
-def latest(directory: str | os.PathLike[str]) -> Path | None:
-    """The newest committed checkpoint in `directory` that verifies, or None.
+def as_folder(path: str | os.PathLike[str] | None) -> Path:
+    """The path of a checkpoint; TypeError for None, which `latest` gives where there is none."""
+    if path is None:
+        raise TypeError("the checkpoint's path is None: give its folder (latest(...) is None where no good one is)")
+    return Path(path)
 
-    Newest is the one committed last. Damaged ones are named in a warning and skipped.
+
+def default_folders(root: Path) -> list[Path]:
+    """Where a Trainer with this default_root_dir writes checkpoints unless it is told otherwise, in all its runs."""
+    return [root / "checkpoints", *sorted(root.glob("*/checkpoints")), *sorted(root.glob("*/*/checkpoints"))]
+
+
+def latest(directory: str | os.PathLike[str]) -> Path | None:
+    """The newest committed checkpoint that verifies, in `directory` or where a Trainer with it as default_root_dir writes.
+
+    Newest is the one committed last; None where there is none. Damaged ones are named in a warning and skipped.
     """
-    folders, problems = candidates(Path(directory))
+    folders, problems = candidates(Path(directory), *default_folders(Path(directory)))
     for problem in problems:
         warn(f"Skipped a damaged checkpoint: {problem}")
     for folder in folders:

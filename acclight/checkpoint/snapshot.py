@@ -16,6 +16,7 @@ from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 
 import acclight
 from acclight.checkpoint.errors import CheckpointError
+from acclight.checkpoint.format import MANIFEST, default_folders
 from acclight.checkpoint.ranks import agree, meet
 from acclight.checkpoint.reader import Reader
 from acclight.checkpoint.writer import Writing, begin
@@ -161,6 +162,9 @@ def restore(trainer: Trainer, reader: Reader) -> None:
     for logger in trainer.loggers:
         if logger.state_key in document.get("loggers", {}):
             logger.load_state_dict(document["loggers"][logger.state_key])
+        # Where the run lies may have another path on another machine.
+        if logger.version != (decided := trainer.core.broadcast_object(logger.version)):
+            logger.version = decided
     if trainer.datamodule is not None:
         trainer.datamodule.load_state_dict(document["datamodule"])
     restore_position(trainer, reader)
@@ -199,6 +203,7 @@ def find(trainer: Trainer, ckpt_path: str | Path | None) -> Reader | None:
             raise ValueError("ckpt_path='best', but no ModelCheckpoint of this Trainer has saved anything yet")
         return Reader(best)
     if ckpt_path not in ("auto", "last"):
+        agree("looking at ckpt_path", lambda: _check_folder(Path(ckpt_path)))
         return Reader(ckpt_path)
     folders = _folders(trainer)
     reader = Reader.latest(*folders)
@@ -207,11 +212,33 @@ def find(trainer: Trainer, ckpt_path: str | Path | None) -> Reader | None:
     return reader
 
 
+def _check_folder(path: Path) -> None:
+    """Raises CheckpointError for what is no checkpoint at all, and says what to give instead."""
+    given = f"ckpt_path={str(path)!r}"
+    if not path.exists():
+        raise CheckpointError(f"{given} does not exist: give a checkpoint's folder, 'last', 'best' or 'auto'")
+    if not path.is_dir():
+        raise CheckpointError(
+            f"{given} is a file, and a checkpoint is a folder: of Lightning's, load the weights alone, before fit, by "
+            "module.load_state_dict(torch.load(path)['state_dict'])"
+        )
+    if (path / MANIFEST).exists():
+        return
+    if (path / "config.json").exists():
+        raise CheckpointError(
+            f"{given} is a Hugging Face folder, which cannot be resumed: give it to TransformersModule or from_pretrained"
+        )
+    raise CheckpointError(
+        f"{given} holds no {MANIFEST}, so that it is no checkpoint, or was never committed: give a checkpoint's folder, "
+        "'last', 'best' or 'auto'"
+    )
+
+
 def _folders(trainer: Trainer) -> list[Path]:
     """Where checkpoints of this and of earlier runs lie: where the callbacks say, else below default_root_dir."""
     asked = [c.search_folders() for c in trainer.callbacks if hasattr(c, "search_folders")]
     root = trainer.default_root_dir
-    folders = [folder for own in asked for folder in own] or [root / "checkpoints", *root.glob("*/*/checkpoints")]
+    folders = [folder for own in asked for folder in own] or default_folders(root)
     return list(dict.fromkeys(path.resolve() for path in folders))
 
 

@@ -227,7 +227,7 @@ class TrainData:
             raise ValueError(
                 f"the checkpoint was taken on a dataset of type {then['type']} and length {then['length']}, but this "
                 f"one is of type {now['type']} and length {now['length']}; resume with the same data, or load the "
-                f"weights alone"
+                "weights alone, before a new fit, by module.load_state_dict(checkpoint.load_weights(path))"
             )
         if state["sampler"] != here["sampler"] and state["samples"]:
             rank_zero_warn(

@@ -442,7 +442,8 @@ class TransformersModule(TrainModule):
 
 def _one_of(argument: str, name: Any, names: Collection[str]) -> None:
     if name not in names:
-        near = difflib.get_close_matches(str(name), names, n=1)
+        # "adamw" is "adamw_torch" rather than "grokadamw".
+        near = [one for one in names if one.startswith(f"{name}_")] or difflib.get_close_matches(str(name), names, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else "."
         raise ValueError(f"{argument}={name!r} is unknown{hint} There are: {', '.join(names)}")
 

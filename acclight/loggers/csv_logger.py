@@ -26,7 +26,8 @@ class CSVLogger(RunFolderLogger):
         save_dir: The folder of all experiments.
         name: Of the experiment. An empty name leaves this level of folders out.
         version: A number n stands for the folder `version_n`, a string for the folder of that name. A run that is there
-            already is continued: rows are appended. None: the first number after those that are taken.
+            already is continued: rows are appended. None: that of the run which a fit resumes, where it lies in the same
+            folder, else the first number after those that are taken.
     """
 
     def __init__(

@@ -88,7 +88,8 @@ class RunFolderLogger(Logger):
         save_dir: The folder of all experiments.
         name: Of the experiment. An empty name leaves this level of folders out.
         version: A number n stands for the folder `version_n`, a string for the folder of that name. A run that is there
-            already is continued. None: the first number after those that are taken.
+            already is continued. None: that of the run which a fit resumes, where it lies in the same folder, else the
+            first number after those that are taken.
     """
 
     def __init__(
@@ -97,6 +98,7 @@ class RunFolderLogger(Logger):
         self.save_dir = Path(save_dir)
         self.name = name
         self.version = version
+        self._version_was_given = version is not None
 
     @property
     def log_dir(self) -> Path:
@@ -105,6 +107,19 @@ class RunFolderLogger(Logger):
             self.version = self.next_version()
         folder = f"version_{self.version}" if isinstance(self.version, int) else self.version
         return self.save_dir / self.name / folder
+
+    @property
+    def state_key(self) -> str:
+        """With the folder of the experiment: a run that lies elsewhere is another one."""
+        return f"{type(self).__qualname__}({(self.save_dir / self.name).resolve()})"
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"version": self.version}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if not self._version_was_given and state["version"] != self.version:
+            self.finalize("interrupted")
+            self.version = state["version"]
 
     def next_version(self) -> int:
         """One more than the highest `version_<n>` that is there."""

@@ -20,7 +20,8 @@ class TensorBoardLogger(RunFolderLogger):
         save_dir: The folder of all experiments; what `tensorboard --logdir` takes.
         name: Of the experiment. An empty name leaves this level of folders out.
         version: A number n stands for the folder `version_n`, a string for the folder of that name. A run that is there
-            already is continued: TensorBoard shows its event files as one. None: the first number after those taken.
+            already is continued: TensorBoard shows its event files as one. None: that of the run which a fit resumes,
+            where it lies in the same folder, else the first number after those that are taken.
         **writer_arguments: Handed to `torch.utils.tensorboard.SummaryWriter`, for instance `flush_secs`.
     """
 

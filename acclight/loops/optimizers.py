@@ -81,9 +81,25 @@ def read_optimizers(module: TrainModule) -> tuple[list[Optimizer], list[Schedule
                 "torch.optim.LBFGS evaluates the loss several times in a step: set automatic_optimization = False, and call "
                 "self.optimizers().step(closure) in training_step"
             )
+    if module.automatic_optimization:
+        _check_apart(module, optimizers)
     for config in schedulers:
         _check_scheduler(module, config, optimizers)
     return optimizers, schedulers
+
+
+def _check_apart(module: TrainModule, optimizers: Sequence[Optimizer]) -> None:
+    """All optimizers step at the end of every window: a parameter of two would step twice on one gradient."""
+    names = {id(p): name for name, p in module.named_parameters()}
+    taken: dict[int, Optimizer] = {}
+    for optimizer in optimizers:
+        for parameter in [p for group in optimizer.param_groups for p in group["params"]]:
+            if taken.setdefault(id(parameter), optimizer) is not optimizer:
+                raise ValueError(
+                    f"configure_optimizers returned two optimizers over {names[id(parameter)]!r}, and both would step on the "
+                    "same gradient: give each its own parameters, or set self.automatic_optimization = False and step them "
+                    "in training_step"
+                )
 
 
 def _read_form(returned: Any) -> tuple[list[Optimizer], list[SchedulerConfig]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -16,6 +17,8 @@ from torch import nn
 from acclight.messages import info
 
 _OPTIONS = ("backend", "mode", "fullgraph", "dynamic", "options", "disable")
+#: What steps call of a torchmetrics object; calling the object itself is its `forward`.
+_METRIC_CALLS = ("forward", "update", "compute", "reset")
 _LAUNCHER_PREFIX = "ACCELERATE_DYNAMO_"
 #: What a Trainer that has read them hides from Accelerate, which would compile a second time.
 LAUNCHER_VARIABLES = tuple(
@@ -38,9 +41,11 @@ class Compilation:
     regional: bool = False
     options: Mapping[str, Any] = field(default_factory=dict)
 
-    def step(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        """A step method, compiled unless only regions are."""
-        return method if self.regional else torch.compile(method, **self.options)
+    def step(self, method: Callable[..., Any], module: nn.Module) -> Callable[..., Any]:
+        """A step method, compiled unless only regions are; the torchmetrics objects of its module run as they are."""
+        if self.regional:
+            return method
+        return _beside_metrics(torch.compile(method, **self.options), module)
 
     def regions(self, module: nn.Module) -> None:
         """Compiles the repeated blocks inside `module`, in place.
@@ -58,6 +63,37 @@ class Compilation:
             )
         for block in blocks:
             block.compile(**self.options)
+
+
+def _beside_metrics(step: Callable[..., Any], module: nn.Module) -> Callable[..., Any]:
+    """A compiled step, during which the module's torchmetrics objects run as they are when they are called.
+
+    What they do is bookkeeping, in code that was not written to be traced: the compiler fails in some of it.
+    """
+    library = sys.modules.get("torchmetrics")
+    kinds = () if library is None else (library.Metric, library.MetricCollection)
+    metrics = [part for part in module.modules() if isinstance(part, kinds)]
+    if not metrics:
+        return step
+    # Made once: a step is compiled anew when what it calls is another object.
+    untraced: Any = torch.compiler.disable
+    plain = [{name: untraced(getattr(metric, name)) for name in _METRIC_CALLS} for metric in metrics]
+
+    @functools.wraps(step)
+    def beside(*args: Any) -> Any:
+        # Only meanwhile, so that metrics can be copied and pickled.
+        before = [{name: vars(metric)[name] for name in _METRIC_CALLS if name in vars(metric)} for metric in metrics]
+        try:
+            for metric, calls in zip(metrics, plain, strict=True):
+                vars(metric).update(calls)
+            return step(*args)
+        finally:
+            for metric, calls in zip(metrics, before, strict=True):
+                for name in _METRIC_CALLS:
+                    vars(metric).pop(name, None)
+                vars(metric).update(calls)
+
+    return beside
 
 
 @contextmanager
