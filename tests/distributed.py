@@ -2,7 +2,7 @@
 
 Three ways in:
 
-- `RankChecks`: many checks share one group of processes; each check is a pytest test of its own.
+- `RankChecks`: many checks, of all modules, share one group of processes; each check is a pytest test of its own.
 - `run_ranks`: one function, or one script, once on every rank of a fresh group.
 - `run_command`: any command line (`accelerate launch`, `torchrun`), ended with all its children at the limit.
 
@@ -31,7 +31,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import pytest
 import torch
@@ -276,9 +276,9 @@ class RankGroup:
         outcomes: list[dict[str, Any]] = [read_values(result) if result.exists() else {} for result in results]
         if all("value" in outcome for outcome in outcomes):
             return [outcome["value"] for outcome in outcomes]
-        self.end()
         if all("skip" in outcome for outcome in outcomes):
             pytest.skip(outcomes[0]["skip"])
+        self.end()
         raised = [rank for rank, outcome in enumerate(outcomes) if outcome.keys() & {"error", "skip"}]
         if raised:
             first = min(raised, key=lambda rank: results[rank].stat().st_mtime_ns)
@@ -409,8 +409,9 @@ def run_ranks(
 class RankChecks:
     """Makes pytest tests of functions that run on every rank of one shared group.
 
-    The group starts with the first test that needs it and ends with the module. A test that fails, skips or hangs ends
-    the group; the next one gets a fresh one, so that no test inherits another's half-done collectives.
+    The group starts with the first test that needs it, serves the tests of every module that asks for such a group, and
+    ends with the session: starting ranks costs more than most tests. A test that fails or hangs ends the group; the next
+    one gets a fresh one, so that no test inherits another's half-done collectives.
 
         on_two_ranks = RankChecks(world_size=2, backend="gloo")
 
@@ -426,31 +427,22 @@ class RankChecks:
         backend: The process group to be in when a check runs; None leaves joining to the checks.
         timeout: Seconds for one check; the first also pays for the start.
         grace: Seconds the other ranks may go on once one has failed.
-        env: Environment variables to set, or to take away (None).
     """
 
+    # The groups that run, by world size and backend.
+    _groups: ClassVar[dict[tuple[int, str | None], RankGroup]] = {}
+
     def __init__(
-        self,
-        *,
-        world_size: int = 2,
-        backend: str | None = None,
-        timeout: float = 60.0,
-        grace: float = 5.0,
-        env: Mapping[str, str | None] | None = None,
+        self, *, world_size: int = 2, backend: str | None = None, timeout: float = 60.0, grace: float = 5.0
     ) -> None:
-        self._world_size = world_size
-        self._backend = backend
+        self._key = (world_size, backend)
         self._timeout = timeout
         self._grace = grace
-        self._env = env
-        self._group: RankGroup | None = None
-        self._folder: tempfile.TemporaryDirectory[str] | None = None
 
     def __call__(self, function: Callable[..., Any]) -> Callable[..., None]:
         @functools.wraps(function)
         def test(request: pytest.FixtureRequest, **arguments: Any) -> None:
-            module = request.node.getparent(pytest.Module)
-            self.call(function, arguments, module)
+            self.call(function, arguments, request.session)
 
         parameters = list(inspect.signature(function).parameters.values())
         own = inspect.Parameter("request", inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -458,18 +450,22 @@ class RankChecks:
         cast(Any, test).on_each_rank = function
         return test
 
-    def call(self, function: Callable[..., Any], arguments: Mapping[str, Any], module: pytest.Module) -> list[Any]:
-        """Runs a function of this test module on every rank, for a fixture say, and returns their values in rank order."""
-        if self._group is None:
-            self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
-            self._group = _function_group(
-                Path(self._folder.name), world_size=self._world_size, backend=self._backend, env=self._env
+    def call(self, function: Callable[..., Any], arguments: Mapping[str, Any], session: pytest.Session) -> list[Any]:
+        """Runs a function of a test module on every rank, for a fixture say, and returns their values in rank order."""
+        if self._key not in self._groups:
+            world_size, backend = self._key
+            folder = tempfile.TemporaryDirectory(prefix="ranks-")
+            self._groups[self._key] = _function_group(
+                Path(folder.name), world_size=world_size, backend=backend, env=None
             )
-            module.addfinalizer(self.close)
+            session.addfinalizer(folder.cleanup)
+            session.addfinalizer(self.close)
         try:
-            return self._group.call(_address(function), arguments, timeout=self._timeout, grace=self._grace)
+            return self._groups[self._key].call(_address(function), arguments, timeout=self._timeout, grace=self._grace)
+        except pytest.skip.Exception:
+            raise
         except BaseException as error:
-            self._drop()
+            self._groups.pop(self._key).end()
             if isinstance(error, RanksFailed):
                 # The ranks' tracebacks are the ones of interest.
                 pytest.fail(str(error), pytrace=False)
@@ -477,18 +473,9 @@ class RankChecks:
 
     def close(self) -> None:
         """Lets the ranks end by themselves; raises RanksFailed when they do not end well."""
-        try:
-            if self._group is not None:
-                self._group.wait(timeout=self._timeout, grace=self._grace)
-        finally:
-            self._drop()
-
-    def _drop(self) -> None:
-        if self._group is not None:
-            self._group.end()
-        if self._folder is not None:
-            self._folder.cleanup()
-        self._group = self._folder = None
+        group = self._groups.pop(self._key, None)
+        if group is not None:
+            group.wait(timeout=self._timeout, grace=self._grace)
 
 
 def run_command(
@@ -559,9 +546,10 @@ def _serve(folder: Path, backend: str) -> None:
             if dist.is_initialized():
                 dist.barrier()
             write_values(result, {"value": _invoke(call["function"], call["args"])})
+        except pytest.skip.Exception as skip:
+            write_values(result, {"skip": str(skip)})
         except BaseException as error:
-            skipped = isinstance(error, pytest.skip.Exception)
-            write_values(result, {"skip": str(error)} if skipped else {"error": _describe(error)})
+            write_values(result, {"error": _describe(error)})
             sys.stdout.flush()
             sys.stderr.flush()
             # Not sys.exit: exit handlers would wait for the other ranks, which may wait for this one.

@@ -585,8 +585,7 @@ def save_on_two_ranks(folder: str, strategy: str) -> None:
 def test_a_checkpoint_of_two_ranks_resumes_on_one(
     tmp_path: Path, strategy: str, request: pytest.FixtureRequest
 ) -> None:
-    module = request.node.getparent(pytest.Module)
-    on_two_ranks.call(save_on_two_ranks, {"folder": str(tmp_path), "strategy": strategy}, module)
+    on_two_ranks.call(save_on_two_ranks, {"folder": str(tmp_path), "strategy": strategy}, request.session)
     trainer, _ = train_tied("single", 4, [], ckpt_path=tmp_path / "inside")
     trainer.save_checkpoint(tmp_path / "c")
     raw, averaged, _ = by_hand(4)
