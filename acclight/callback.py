@@ -82,14 +82,15 @@ class Callback:
             on_validation_epoch_end, on_validation_end
             on_validation_model_train
 
-        save (on_checkpoint comes after a later step where training goes on meanwhile):
+        save:
             on_save_checkpoint, on_checkpoint
 
     `validate`, `test` and `predict` run the first two lines of fit with their own loader and without configure_optimizers,
     then what stands under "validation" with their own name in place of "validation", then teardown. A resume calls
     on_load_checkpoint, the module's first, before on_fit_start. An epoch that a limit or `should_stop` cuts short has its
     on_train_epoch_end, but no validation at its end and no step of schedulers that count epochs.
-    `on_exception` runs when anything raises, before teardown.
+    `on_exception` runs when anything raises, before teardown. Where training goes on while a checkpoint is written,
+    on_checkpoint comes after a later step.
 
     Where this differs from Lightning 2.6:
 

@@ -29,7 +29,9 @@ from tests.scenarios import DISTRIBUTED, Scalar, quiet_trainer, repeated
 on_two_ranks = RankChecks(world_size=2, timeout=60.0)
 
 SCRIPT = """
-import os, sys, time, torch
+import os, signal, sys, time, torch
+# What a shell starts in the background ignores Ctrl-C, and so does what that starts: these tests among it.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 from pathlib import Path
 from torch.utils.data import DataLoader, IterableDataset
 from acclight import Callback, Trainer

@@ -149,3 +149,53 @@ def start_deepspeed(through_the_strategy: bool) -> int:
     else:
         deepspeed.init_distributed(dist_backend="gloo")
     return len(builds)
+
+
+# --- outputs that ZeRO-3 cannot look into ------------------------------------------------------------------------------------
+
+
+class Labelling(Even):
+    """Its validation step returns what is no tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Any] = []
+
+    def validation_step(self, batch: torch.Tensor, batch_idx: int) -> Any:
+        self.net(batch)
+        return (0.5, "ok", None, [1], {"a": 1})[batch_idx]
+
+    def on_validation_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.seen.append(outputs)
+
+
+@on_two_ranks
+@pytest.mark.parametrize("strategy", DISTRIBUTED)
+def test_a_step_may_return_anything(strategy: str) -> None:
+    module = Labelling()
+    quiet_trainer(strategy=strategy).validate(module, DataLoader(torch.ones(10, 6), batch_size=1))
+    assert module.seen == [0.5, "ok", None, [1], {"a": 1}]
+
+
+def test_zero_3_looks_for_parameters_in_every_output_still() -> None:
+    """When this fails, `_Opaque` in acclight/strategies/deepspeed.py can go."""
+    assert run_ranks(output_of_an_engine, world_size=1) == ["vars() argument must have __dict__ attribute"]
+
+
+def output_of_an_engine() -> str:
+    import deepspeed
+
+    class Naming(nn.Linear):
+        def forward(self, batch: torch.Tensor) -> Any:
+            super().forward(batch)
+            return "a name"
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.init_distributed(dist_backend="gloo")
+    engine, *_ = deepspeed.initialize(
+        model=Naming(6, 4), config={"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}}
+    )
+    try:
+        return str(engine(torch.ones(1, 6)))
+    except TypeError as error:
+        return str(error)

@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from accelerate.utils import DeepSpeedPlugin, InitProcessGroupKwargs
@@ -196,6 +196,7 @@ class DeepSpeedStrategy(Strategy):
         step_module.zero_grad()
         if self.stage == 3:
             self._announce_direct_parameters(step_module)
+            step_module.register_forward_hook(_box_output, prepend=True)
         # Without its own count of backwards the engine exchanges what it has in its step, whenever that is called.
         accelerator.state.deepspeed_plugin.deepspeed_config["managed_gradient_accumulation"] = not self.manual
         # Noted now: the engine is about to replace the groups' parameters by flat partitions.
@@ -204,6 +205,8 @@ class DeepSpeedStrategy(Strategy):
         self._frozen = [(canonical_name(name), parameter) for name, parameter in named if not parameter.requires_grad]
         prepared = accelerator.prepare(step_module, *optimizers)
         self.wrapped = prepared[0] if optimizers else prepared
+        if self.stage == 3:
+            step_module.register_forward_hook(_unbox_output)
         self._optimizers = list(optimizers)
         self.check_wrapped()
         # Its hooks hold the engine, and the engine holds them, where Python's garbage collector does not see it.
@@ -452,6 +455,27 @@ def _skip_shared_memory_operator() -> None:
     import deepspeed
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+
+class _Opaque(NamedTuple):
+    """An output in which ZeRO-3 cannot look for parameters.
+
+    DeepSpeed 0.19.8 calls `vars` on what is neither a tensor nor a list, tuple or dict: a step that returns a number, a text or
+    an array would end in an error that does not speak of it. `tests/test_strategies_on_cpu.py` checks that it still does so.
+    """
+
+    value: Any
+
+
+def _box_output(module: nn.Module, arguments: Any, output: Any) -> Any:
+    """Runs before ZeRO-3's own hooks of the thin module."""
+    seen = output is None or isinstance(output, (torch.Tensor, list, tuple, dict)) or hasattr(output, "__dict__")
+    return output if seen else _Opaque(output)
+
+
+def _unbox_output(module: nn.Module, arguments: Any, output: Any) -> Any:
+    """Runs after them."""
+    return output.value if isinstance(output, _Opaque) else output
 
 
 def _runs_fp16() -> bool:
