@@ -173,7 +173,7 @@ def test_regions(reference: tuple[Net, dict[str, float]]) -> None:
         fitted(Tied(), compile="regional")
 
 
-@pytest.mark.parametrize("given", [True, "regional"])
+@pytest.mark.parametrize("given", [pytest.param(True, marks=pytest.mark.slow), "regional"])
 def test_inductor(given: Any, reference: tuple[Net, dict[str, float]]) -> None:
     module = net()
     trainer = quiet_trainer(strategy="single", max_steps=4, compile=given)

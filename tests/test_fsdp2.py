@@ -141,7 +141,10 @@ sys.stdout.write(f"offload {trainer.strategy.cpu_offload}\\n")
 """
 
 
-@pytest.mark.parametrize(("key", "offload"), [("fsdp_cpu_offload", False), ("fsdp_offload_params", True)])
+@pytest.mark.parametrize(
+    ("key", "offload"),
+    [("fsdp_cpu_offload", False), pytest.param("fsdp_offload_params", True, marks=pytest.mark.slow)],
+)
 def test_a_spelling_that_only_the_launcher_reads_is_warned_of(key: str, offload: bool, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     (tmp_path / "launch.yaml").write_text(

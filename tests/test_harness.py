@@ -211,6 +211,7 @@ def test_shared_group_stays(value: int) -> None:
     assert torch.shared_group_was_here  # type: ignore[attr-defined]  # the same processes
 
 
+@pytest.mark.slow
 def test_shared_groups_report_each_check(tmp_path: Path) -> None:
     """A module of checks, run by a pytest of its own: each has its own outcome, and a failure costs only itself."""
     checks = tmp_path / "test_checks.py"

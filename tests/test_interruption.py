@@ -124,9 +124,9 @@ def script(tmp_path: Path) -> Path:
         ("ddp", "training"),
         ("ddp", "validation"),
         ("ddp", "worker"),
-        ("fsdp2", "validation"),
         ("fsdp2", "worker"),
         ("deepspeed_stage_3", "training"),
+        pytest.param("fsdp2", "validation", marks=pytest.mark.slow),
         pytest.param("fsdp2", "training", marks=pytest.mark.slow),
         pytest.param("deepspeed_stage_3", "validation", marks=pytest.mark.slow),
         pytest.param("deepspeed_stage_3", "worker", marks=pytest.mark.slow),
@@ -304,7 +304,15 @@ def leaving(tmp_path: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize("where", ["exit in a hook", "handled", "teardown", "exit after fit"])
+@pytest.mark.parametrize(
+    "where",
+    [
+        "exit in a hook",
+        "teardown",
+        pytest.param("handled", marks=pytest.mark.slow),
+        pytest.param("exit after fit", marks=pytest.mark.slow),
+    ],
+)
 def test_a_rank_that_leaves_by_itself_takes_the_job_down(leaving: Path, where: str) -> None:
     started = time.monotonic()
     done = run_command(torchrun(leaving, where), cwd=ROOT, timeout=90.0, env={"PYTHONPATH": str(ROOT)})
@@ -313,8 +321,9 @@ def test_a_rank_that_leaves_by_itself_takes_the_job_down(leaving: Path, where: s
     assert ("rank 1 handled ValueError" in done.stdout) == (where in ("handled", "teardown"))
 
 
-def test_ranks_that_end_well_leave_without_a_word(leaving: Path) -> None:
-    for _ in range(3):
+@pytest.mark.parametrize("times", [1, pytest.param(5, marks=pytest.mark.slow)])
+def test_ranks_that_end_well_leave_without_a_word(leaving: Path, times: int) -> None:
+    for _ in range(times):
         done = run_command(torchrun(leaving, "nothing"), cwd=ROOT, timeout=60.0, env={"PYTHONPATH": str(ROOT)})
         assert done.returncode == 0, done.stdout
         assert "leaves without" not in done.stdout
@@ -411,7 +420,13 @@ def test_a_rank_that_waits_to_save_hears_of_anothers_error(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    "strategy", ["ddp", "fsdp2", "deepspeed_stage_2", pytest.param("deepspeed_stage_3", marks=pytest.mark.slow)]
+    "strategy",
+    [
+        "ddp",
+        "deepspeed_stage_2",
+        pytest.param("fsdp2", marks=pytest.mark.slow),
+        pytest.param("deepspeed_stage_3", marks=pytest.mark.slow),
+    ],
 )
 def test_a_save_that_only_rank_0_asks_for_ends_with_the_reason(tmp_path: Path, strategy: str) -> None:
     run_saving(tmp_path, "alone", strategy)

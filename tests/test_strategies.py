@@ -510,7 +510,7 @@ sys.stdout.write(line + "\\n")  # at once: print() writes the end of the line by
 """
 
 
-@pytest.mark.parametrize("launcher", ["torchrun", "accelerate"])
+@pytest.mark.parametrize("launcher", [pytest.param("torchrun", marks=pytest.mark.slow), "accelerate"])
 def test_the_scripts_precision_wins_and_the_ranks_share_a_folder(launcher: str, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(LAUNCHED)

@@ -71,7 +71,16 @@ def test_what_is_asked_for_really_wraps_the_model(strategy: str) -> None:
             assert shards == {name: size // 2 for name, size in sizes.items()}
 
 
-@pytest.mark.parametrize("strategy", DISTRIBUTED)
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        "ddp",
+        "fsdp2",
+        "deepspeed_stage_3",
+        pytest.param("deepspeed_stage_1", marks=pytest.mark.slow),
+        pytest.param("deepspeed_stage_2", marks=pytest.mark.slow),
+    ],
+)
 def test_a_group_of_one(strategy: str) -> None:
     run_ranks(fit_alone, [strategy], world_size=1)
 

@@ -55,6 +55,7 @@ def losses(out: Path) -> dict[int, float]:
         return {int(row["step"]): float(row["train/loss"]) for row in csv.DictReader(file) if row.get("train/loss")}
 
 
+@pytest.mark.slow
 def test_two_machines_give_the_losses_of_one_process(machines: list[str], tmp_path: Path) -> None:
     text = tmp_path / "text.py"
     text.write_text((ROOT / "examples" / "packed_text.py").read_text(encoding="utf-8") * 4)
