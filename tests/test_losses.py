@@ -18,7 +18,6 @@ from tests.distributed import RankChecks, RanksFailed, run_ranks
 from tests.scenarios import DISTRIBUTED, Recorder, Scalar, Tokens, quiet_trainer, ragged_tokens, repeated, whole
 
 on_two_ranks = RankChecks(world_size=2, timeout=60.0)
-ALL_OR_NONE = ["fsdp2", "deepspeed_stage_1", "deepspeed_stage_2", "deepspeed_stage_3"]
 
 
 # --- no loss ---------------------------------------------------------------------------------------------------------

@@ -164,15 +164,21 @@ def start_deepspeed(through_the_strategy: bool) -> int:
 
 
 class Labelling(Even):
-    """Its validation step returns what is no tensor."""
+    """Its steps return what is no tensor."""
 
     def __init__(self) -> None:
         super().__init__()
         self.seen: list[Any] = []
 
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> Any:
+        return {"loss": super().training_step(batch, batch_idx), 0: "x"}
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.seen.append(outputs[0])
+
     def validation_step(self, batch: torch.Tensor, batch_idx: int) -> Any:
         self.net(batch)
-        return (0.5, "ok", None, [1], {"a": 1})[batch_idx]
+        return (0.5, "ok", None, [1], {"a": 1}, {0: "b"})[batch_idx]
 
     def on_validation_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         self.seen.append(outputs)
@@ -181,30 +187,48 @@ class Labelling(Even):
 @on_two_ranks
 @pytest.mark.parametrize("strategy", DISTRIBUTED)
 def test_a_step_may_return_anything(strategy: str) -> None:
-    module = Labelling()
-    quiet_trainer(strategy=strategy).validate(module, DataLoader(torch.ones(10, 6), batch_size=1))
-    assert module.seen == [0.5, "ok", None, [1], {"a": 1}]
+    module, plain = Labelling(), Even()
+    plain.load_state_dict(module.state_dict())
+    loader = DataLoader(torch.arange(72.0).view(12, 6) / 72.0, batch_size=1)
+    quiet_trainer(strategy=strategy).validate(module, loader)
+    assert module.seen == [0.5, "ok", None, [1], {"a": 1}, {0: "b"}]
+    module.seen.clear()
+    trainer = quiet_trainer(strategy=strategy, max_steps=2)
+    trainer.fit(module, loader)
+    assert module.seen == ["x", "x"]
+    trained = {name: whole(trainer, name) for name, _ in plain.named_parameters()}
+    other = quiet_trainer(strategy=strategy, max_steps=2)
+    other.fit(plain, loader)
+    for name, value in trained.items():
+        torch.testing.assert_close(value, whole(other, name), atol=0.0, rtol=0.0)
 
 
 def test_zero_3_looks_for_parameters_in_every_output_still() -> None:
     """When this fails, `_Opaque` in acclight/strategies/deepspeed.py can go."""
-    assert run_ranks(output_of_an_engine, world_size=1) == ["vars() argument must have __dict__ attribute"]
+    ((of_a_name, of_a_number),) = run_ranks(outputs_of_an_engine, world_size=1)
+    assert of_a_name == "vars() argument must have __dict__ attribute"
+    assert of_a_number == "'int' object has no attribute 'startswith'"
 
 
-def output_of_an_engine() -> str:
+def outputs_of_an_engine() -> list[str]:
     import deepspeed
 
     class Naming(nn.Linear):
+        returned: Any = None
+
         def forward(self, batch: torch.Tensor) -> Any:
             super().forward(batch)
-            return "a name"
+            return self.returned
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed(dist_backend="gloo")
     engine, *_ = deepspeed.initialize(
         model=Naming(6, 4), config={"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}}
     )
-    try:
-        return str(engine(torch.ones(1, 6)))
-    except TypeError as error:
-        return str(error)
+    errors = []
+    for returned in ("a name", {0: "a number as a key"}):
+        engine.module.returned = returned
+        with pytest.raises((TypeError, AttributeError)) as error:
+            engine(torch.ones(1, 6))
+        errors.append(str(error.value))
+    return errors

@@ -460,8 +460,9 @@ def _skip_shared_memory_operator() -> None:
 class _Opaque(NamedTuple):
     """An output in which ZeRO-3 cannot look for parameters.
 
-    DeepSpeed 0.19.8 calls `vars` on what is neither a tensor nor a list, tuple or dict: a step that returns a number, a text or
-    an array would end in an error that does not speak of it. `tests/test_strategies_on_cpu.py` checks that it still does so.
+    DeepSpeed 0.19.8 calls `vars` on what is neither a tensor nor a list, tuple or dict, and takes a dict's keys for text: a step
+    that returns a number, a text or an array, or a dict with a number as a key, would end in an error that does not speak of it.
+    `tests/test_strategies_on_cpu.py` checks that it still does so.
     """
 
     value: Any
@@ -469,7 +470,10 @@ class _Opaque(NamedTuple):
 
 def _box_output(module: nn.Module, arguments: Any, output: Any) -> Any:
     """Runs before ZeRO-3's own hooks of the thin module."""
-    seen = output is None or isinstance(output, (torch.Tensor, list, tuple, dict)) or hasattr(output, "__dict__")
+    if isinstance(output, dict):
+        seen = all(isinstance(key, str) for key in output)
+    else:
+        seen = output is None or isinstance(output, (torch.Tensor, list, tuple)) or hasattr(output, "__dict__")
     return output if seen else _Opaque(output)
 
 

@@ -216,9 +216,9 @@ class FSDP2Strategy(Strategy):
         plugin.ignored_modules = ignored or None
         if not self.cpu_ram_efficient_loading:
             copy_from_first_rank(step_module)
-        # Evaluation has no optimizer, and Accelerate shards only a pair: one that never steps makes the pair.
         group_names = super().param_group_names(module, optimizers)
         places = self._creation.places(module) if self._creation is not None else {}
+        # Evaluation has no optimizer, and Accelerate shards only a pair: one that never steps makes the pair.
         stand_in = [] if optimizers else [torch.optim.SGD(step_module.parameters(), lr=0.0)]
         loading = loaded_by_first_rank(step_module) if self.cpu_ram_efficient_loading else nullcontext()
         with only_units(units), loading, _tensor_parallel_errors(accelerator):
