@@ -141,6 +141,7 @@ def test_an_error_on_one_rank_ends_all_with_one_traceback(
     assert time.time() - (tmp_path / "failed-1").stat().st_mtime < 30.0, done.stdout
     assert "ValueError: boom" in done.stdout
     assert done.stdout.count('raise ValueError("boom")') == 1, done.stdout
+    assert "rank 1 failed first with " in done.stdout, done.stdout
     # Last come rank 0's traceback, which ends with the reason, and what torchrun says.
     assert done.stdout.rindex("rank 1 failed first with ") > done.stdout.index('raise ValueError("boom")'), done.stdout
     assert "rank      : 1 (local_rank: 1)" in done.stdout.rsplit("Root Cause", 1)[1], done.stdout

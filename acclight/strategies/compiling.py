@@ -42,10 +42,14 @@ class Compilation:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def step(self, method: Callable[..., Any], module: nn.Module) -> Callable[..., Any]:
-        """A step method, compiled unless only regions are; the torchmetrics objects of its module run as they are."""
+        """A step method, compiled unless only regions are; the torchmetrics objects of its module run as they are.
+
+        With `fullgraph` they are part of the one graph, because nothing may run beside it.
+        """
         if self.regional:
             return method
-        return _beside_metrics(torch.compile(method, **self.options), module)
+        compiled = torch.compile(method, **self.options)
+        return compiled if self.options.get("fullgraph") else _beside_metrics(compiled, module)
 
     def regions(self, module: nn.Module) -> None:
         """Compiles the repeated blocks inside `module`, in place.
