@@ -4,7 +4,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 DEMO_ARGS ?=
-PYTEST_ARGS ?=
+# Two test files at a time, each of which starts up to four processes; most of their time they load torch or wait for each other.
+PYTEST_ARGS ?= -n 2 --dist loadfile
 
 BIN := $(abspath $(VENV))/bin
 # DeepSpeed and torch.compile look for ninja, and the launchers for python, on the path.

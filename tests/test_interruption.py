@@ -29,7 +29,7 @@ from tests.scenarios import DISTRIBUTED, Scalar, quiet_trainer, repeated
 on_two_ranks = RankChecks(world_size=2, timeout=60.0)
 
 SCRIPT = """
-import os, signal, sys, time, torch
+import atexit, os, signal, sys, time, torch
 # What a shell starts in the background ignores Ctrl-C, and so does what that starts: these tests among it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 from pathlib import Path
@@ -41,6 +41,8 @@ from tests.scenarios import Scalar, quiet_trainer, repeated
 what, folder, strategy = sys.argv[1], Path(sys.argv[2]), sys.argv[3] if sys.argv[3:] else "auto"
 rank = int(os.environ.get("RANK", "0"))
 world = int(os.environ.get("WORLD_SIZE", "1"))
+# A traceback is printed before this; a process that a signal kills does not come to it.
+atexit.register((folder / f"exited-{rank}").touch)
 
 
 def note(name):
@@ -51,7 +53,7 @@ def note(name):
 class Notes(Callback):
     def on_exception(self, trainer, module, exception):
         (folder / f"failed-{rank}").touch()
-        note(f"on_exception {type(exception).__name__}")
+        note(f"on_exception {type(exception).__name__} " + " ".join(getattr(exception, "__notes__", ())))
 
     def teardown(self, trainer, module, stage):
         note("teardown")
@@ -141,13 +143,19 @@ def test_an_error_on_one_rank_ends_all_with_one_traceback(
     assert time.time() - (tmp_path / "failed-1").stat().st_mtime < 30.0, done.stdout
     assert "ValueError: boom" in done.stdout
     assert done.stdout.count('raise ValueError("boom")') == 1, done.stdout
-    assert "rank 1 failed first with " in done.stdout, done.stdout
-    # Last come rank 0's traceback, which ends with the reason, and what torchrun says.
-    assert done.stdout.rindex("rank 1 failed first with ") > done.stdout.index('raise ValueError("boom")'), done.stdout
     assert "rank      : 1 (local_rank: 1)" in done.stdout.rsplit("Root Cause", 1)[1], done.stdout
-    assert "on_exception ValueError" in notes(tmp_path, 1)
+    assert any(line.startswith("on_exception ValueError") for line in notes(tmp_path, 1))
     assert notes(tmp_path, 1).count("teardown") == 1
-    assert notes(tmp_path, 0)[-1] == "teardown"
+    # Torchrun kills the ranks that are left a tenth of a second after the first one's exit: anywhere in what follows.
+    ended_by_itself = (tmp_path / "exited-0").exists()
+    heard = [line for line in notes(tmp_path, 0) if line.startswith("on_exception")]
+    assert heard or not ended_by_itself
+    assert all("rank 1 failed first with " in line for line in heard), heard
+    if ended_by_itself:
+        assert notes(tmp_path, 0)[-1] == "teardown"
+        # Last come rank 0's traceback, which ends with the reason, and what torchrun says.
+        reason = done.stdout.rindex("rank 1 failed first with ")
+        assert reason > done.stdout.index('raise ValueError("boom")'), done.stdout
 
 
 def uninterrupted() -> float:
@@ -221,7 +229,7 @@ def test_a_signal_to_a_plain_process_ends_it_as_that_signal(
     if signum == signal.SIGTERM:
         assert next((tmp_path / "checkpoints").iterdir()).name.startswith("step-")
     else:
-        assert "on_exception KeyboardInterrupt" in notes(tmp_path, 0)
+        assert any(line.startswith("on_exception KeyboardInterrupt") for line in notes(tmp_path, 0))
 
 
 @pytest.fixture
