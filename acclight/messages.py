@@ -6,6 +6,8 @@ import logging
 import os
 import sys
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from lightning_utilities.core.rank_zero import rank_zero_only
 
@@ -31,6 +33,19 @@ def warn(text: str) -> None:
     """Warns on rank 0, at the user's line."""
     if _rank() == 0:
         warnings.warn(text, stacklevel=_users_level())
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """While it lasts nothing is said; for trials, whose lines and warnings come again when it counts."""
+    level = _logger.level
+    _logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        _logger.setLevel(level)
 
 
 def _users_level() -> int:

@@ -20,6 +20,7 @@ from acclight.core import AcceleratorCore
 from acclight.loggers import guarded
 from acclight.loggers.choose import make_loggers
 from acclight.logging import MetricStore, Shown
+from acclight.loops.batch_size import settle_batch_size
 from acclight.loops.evaluate import evaluate
 from acclight.loops.fit import FitLoop
 from acclight.loops.fit_loaders import FitLoaders
@@ -297,6 +298,8 @@ class Trainer:
                 check_manual(self)
             begun = self._begun_epoch(module)
             reader = snapshot.find(self, ckpt_path)
+            if self.batch_size_finder is not None:
+                settle_batch_size(self, self.batch_size_finder, train_dataloaders, reader)
             self.loaders = FitLoaders(self, train_dataloaders, val_dataloaders)
             self.loaders.load(self._first_counts(module, reader))
             assert self.data is not None
@@ -533,6 +536,13 @@ class Trainer:
         from acclight.callbacks import EarlyStopping
 
         return next((c for c in self.callbacks if isinstance(c, EarlyStopping)), None)
+
+    @property
+    def batch_size_finder(self) -> Any:
+        """The first BatchSizeFinder, or None."""
+        from acclight.callbacks import BatchSizeFinder
+
+        return next((c for c in self.callbacks if isinstance(c, BatchSizeFinder)), None)
 
     @property
     def training(self) -> bool:

@@ -6,6 +6,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from acclight.callbacks.batch_size_finder import BatchSizeFinder
     from acclight.callbacks.early_stopping import EarlyStopping
     from acclight.callbacks.learning_rate_monitor import LearningRateMonitor
     from acclight.callbacks.model_checkpoint import ModelCheckpoint
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BasePredictionWriter",
+    "BatchSizeFinder",
     "EMAWeightAveraging",
     "EarlyStopping",
     "LearningRateMonitor",
@@ -34,6 +36,7 @@ __all__ = [
 
 _MODULES = {
     "BasePredictionWriter": "prediction_writer",
+    "BatchSizeFinder": "batch_size_finder",
     "EMAWeightAveraging": "weight_averaging",
     "EarlyStopping": "early_stopping",
     "LearningRateMonitor": "learning_rate_monitor",

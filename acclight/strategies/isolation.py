@@ -87,6 +87,10 @@ class Isolation:
         self._states = [type(cls._shared_state)() for cls in _SINGLETONS]
         self._module_variables: dict[tuple[str, str], Any] = {}
         self._depth = 0
+        #: What was there before this Trainer's own was put in place.
+        self._found: dict[str, str] = {}
+        self._former_states: list[Any] = []
+        self._former: dict[tuple[str, str], Any] = {}
 
     def take_over(self) -> None:
         """Begins with the process state (device, group, ranks) that exists already, instead of an empty one."""
@@ -102,44 +106,57 @@ class Isolation:
     @contextmanager
     def active(self) -> Iterator[None]:
         """Puts this Trainer's state in place; entering again while it is in place changes nothing."""
+        if self._depth == 0:
+            self._put()
         self._depth += 1
-        if self._depth > 1:
-            try:
-                yield
-            finally:
-                self._depth -= 1
-            return
-        variables = {name: value for name, value in os.environ.items() if _managed(name)}
-        states = [cls._shared_state for cls in _SINGLETONS]
-        former = {key: getattr(sys.modules.get(key[0]), key[1], unset) for key, unset in _MODULE_VARIABLES.items()}
         try:
-            for name, value in self._environment.items():
-                if value is None:
-                    os.environ.pop(name, None)
-                else:
-                    os.environ[name] = value
-            for cls, state in zip(_SINGLETONS, self._states, strict=True):
-                cls._shared_state = state
-            _set(self._module_variables)
             yield
         finally:
-            self._depth = 0
-            # What Accelerate has set meanwhile belongs to this Trainer and comes back with it the next time.
-            now = {name: value for name, value in os.environ.items() if _managed(name)}
-            for name in now.keys() | variables.keys():
-                if now.get(name) != variables.get(name):
-                    self._environment[name] = now.get(name)
-                    if name in variables:
-                        os.environ[name] = variables[name]
-                    else:
-                        del os.environ[name]
-            for key, before in former.items():
-                value = getattr(sys.modules.get(key[0]), key[1], before)
-                if value is not before:
-                    self._module_variables[key] = value
-            _set({key: before for key, before in former.items() if key in self._module_variables})
-            for cls, state in zip(_SINGLETONS, states, strict=True):
-                cls._shared_state = state
+            self._depth -= 1
+            if self._depth == 0:
+                self._put_back()
+
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
+        """Within `active`: the process is as it was outside for a while, for a Trainer that has to see the launch itself."""
+        self._put_back()
+        try:
+            yield
+        finally:
+            self._put()
+
+    def _put(self) -> None:
+        self._found = {name: value for name, value in os.environ.items() if _managed(name)}
+        self._former_states = [cls._shared_state for cls in _SINGLETONS]
+        self._former = {
+            key: getattr(sys.modules.get(key[0]), key[1], unset) for key, unset in _MODULE_VARIABLES.items()
+        }
+        for name, value in self._environment.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+        for cls, state in zip(_SINGLETONS, self._states, strict=True):
+            cls._shared_state = state
+        _set(self._module_variables)
+
+    def _put_back(self) -> None:
+        # What Accelerate has set meanwhile belongs to this Trainer and comes back with it the next time.
+        now = {name: value for name, value in os.environ.items() if _managed(name)}
+        for name in now.keys() | self._found.keys():
+            if now.get(name) != self._found.get(name):
+                self._environment[name] = now.get(name)
+                if name in self._found:
+                    os.environ[name] = self._found[name]
+                else:
+                    del os.environ[name]
+        for key, before in self._former.items():
+            value = getattr(sys.modules.get(key[0]), key[1], before)
+            if value is not before:
+                self._module_variables[key] = value
+        _set({key: before for key, before in self._former.items() if key in self._module_variables})
+        for cls, state in zip(_SINGLETONS, self._former_states, strict=True):
+            cls._shared_state = state
 
 
 def _set(values: Mapping[tuple[str, str], Any]) -> None:
