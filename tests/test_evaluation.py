@@ -208,7 +208,7 @@ def test_few_samples_on_two_ranks(strategy: str) -> None:
 
 
 @on_two_ranks
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp2", "deepspeed_stage_3"])
+@pytest.mark.parametrize("strategy", DISTRIBUTED)
 def test_a_limit_counts_each_sample_once(strategy: str) -> None:
     ids = DataLoader(torch.arange(9.0), batch_size=2)
     # A number is per rank, a fraction is of all batches.
@@ -305,7 +305,7 @@ def test_the_batches_of_a_batch_sampler_stay_whole() -> None:
 
 
 @on_two_ranks
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("strategy", DISTRIBUTED)
 def test_the_batches_of_a_batch_sampler_go_to_one_rank_each(strategy: str) -> None:
     whole_buckets(strategy, 2, torch.distributed.get_rank() if torch.distributed.is_initialized() else 0)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 import warnings
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from acclight import Callback, LossSum, Trainer, TrainModule
+from acclight.callbacks import ModelCheckpoint
 from tests.distributed import RankChecks
 from tests.scenarios import DISTRIBUTED, Recorder, Scalar, Vector, quiet_trainer, repeated, whole
 
@@ -193,24 +195,27 @@ class Scheduled(Scalar):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
 
-def steps_up_to_a_limit(strategy: str, world: int) -> None:
+def steps_up_to_a_limit(strategy: str, world: int, folder: Path) -> None:
     module, ends = Scheduled(), Ends()
-    trainer = quiet_trainer(strategy=strategy, max_steps=3, accumulate_grad_batches=2, callbacks=ends)
+    saves = ModelCheckpoint(folder)
+    trainer = quiet_trainer(strategy=strategy, max_steps=3, accumulate_grad_batches=2, callbacks=[ends, saves])
     trainer.fit(module, repeated([1.0] * 10, world))
     assert len(module.batches) == 6
     assert trainer.global_step == 3
     assert trainer.lr_scheduler_configs[0].scheduler.last_epoch == 3
     assert ends.train_ends == 1
+    assert Path(saves.last_model_path or saves.best_model_path) == folder / "step-00000003"
+    assert json.loads((folder / "step-00000003" / "trainer.json").read_text())["global_step"] == 3
 
 
-def test_max_steps_counts_optimizer_steps() -> None:
-    steps_up_to_a_limit("single", 1)
+def test_max_steps_counts_optimizer_steps(tmp_path: Path) -> None:
+    steps_up_to_a_limit("single", 1, tmp_path)
 
 
 @on_two_ranks
 @pytest.mark.parametrize("strategy", DISTRIBUTED)
-def test_max_steps_counts_optimizer_steps_on_two_ranks(strategy: str) -> None:
-    steps_up_to_a_limit(strategy, 2)
+def test_max_steps_counts_optimizer_steps_on_two_ranks(strategy: str, tmp_path: Path) -> None:
+    steps_up_to_a_limit(strategy, 2, tmp_path)
 
 
 def rates_of_four_steps(strategy: str, world: int) -> None:
@@ -317,6 +322,22 @@ def test_validation_intervals_are_the_same_on_two_ranks(strategy: str) -> None:
     assert validations(strategy, 2, 2) == [2, 4, 6, 8]
 
 
+@on_two_ranks
+@pytest.mark.parametrize("strategy", DISTRIBUTED)
+def test_a_validation_is_not_run_again_after_a_resume(strategy: str, tmp_path: Path) -> None:
+    seen = []
+    for max_steps in (4, 8):
+        seen.append(Validations())
+        trainer = quiet_trainer(
+            strategy=strategy, max_steps=max_steps, accumulate_grad_batches=2, val_check_interval=2, callbacks=seen[-1]
+        )
+        ckpt_path = tmp_path / "at-4" if max_steps == 8 else None
+        trainer.fit(Scalar(), repeated([1.0] * 7, 2), repeated([1.0], 2), ckpt_path=ckpt_path)
+        if max_steps == 4:
+            trainer.save_checkpoint(tmp_path / "at-4")
+    assert [one.steps for one in seen] == [[2, 4], [6, 8]]
+
+
 # --- clipping ----------------------------------------------------------------------------------------------------------
 
 
@@ -389,6 +410,31 @@ def test_a_second_fit_goes_on_to_a_raised_limit(caplog: pytest.LogCaptureFixture
     other = Scalar()
     trainer.fit(other, data)
     assert len(other.batches) == 8
+
+
+class Heavy(Scalar):
+    """With momentum: its optimizer has a state."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.5, momentum=0.9)
+
+
+def a_second_module_starts_anew(strategy: str, world: int) -> None:
+    trainer = quiet_trainer(strategy=strategy, max_steps=2)
+    for _ in range(2):
+        trainer.fit(Heavy(), repeated([1.0, 2.0], world))
+        # By hand: w = 0.5 after v = -1; then v = 0.9 * -1 + (0.5 - 2) = -2.4 and w = 0.5 + 1.2.
+        assert float(whole(trainer, "w")) == pytest.approx(1.7)
+
+
+def test_a_second_module_has_an_optimizer_of_its_own() -> None:
+    a_second_module_starts_anew("single", 1)
+
+
+@on_two_ranks
+@pytest.mark.parametrize("strategy", DISTRIBUTED)
+def test_a_second_module_has_an_optimizer_of_its_own_on_two_ranks(strategy: str) -> None:
+    a_second_module_starts_anew(strategy, 2)
 
 
 @on_two_ranks

@@ -108,6 +108,16 @@ def notes(folder: Path, rank: int) -> list[str]:
     return path.read_text().splitlines() if path.exists() else []
 
 
+def left_of(folder: Path) -> list[str]:
+    """The command lines of the processes that still run with this folder among their arguments."""
+    found = []
+    for one in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            words = (one / "cmdline").read_bytes().decode().split("\0")
+            found += [" ".join(words)] if str(folder) in words else []
+    return found
+
+
 def torchrun(script: Path, *arguments: str) -> list[str]:
     rendezvous = ["--nproc_per_node", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
     return [sys.executable, "-m", "torch.distributed.run", *rendezvous, str(script), *arguments]
@@ -127,6 +137,7 @@ def script(tmp_path: Path) -> Path:
         ("ddp", "validation"),
         ("ddp", "worker"),
         ("fsdp2", "worker"),
+        ("deepspeed_stage_1", "validation"),
         ("deepspeed_stage_3", "training"),
         pytest.param("fsdp2", "validation", marks=pytest.mark.slow),
         pytest.param("fsdp2", "training", marks=pytest.mark.slow),
@@ -140,6 +151,7 @@ def test_an_error_on_one_rank_ends_all_with_one_traceback(
     command = torchrun(script, where, str(tmp_path), strategy)
     done = run_command(command, cwd=ROOT, timeout=120.0, env={"PYTHONPATH": str(ROOT)})
     assert done.returncode != 0
+    assert left_of(tmp_path) == [], "torchrun's ranks are sessions of their own, which run_command leaves alone"
     assert time.time() - (tmp_path / "failed-1").stat().st_mtime < 30.0, done.stdout
     assert "ValueError: boom" in done.stdout
     assert done.stdout.count('raise ValueError("boom")') == 1, done.stdout
@@ -190,6 +202,7 @@ def test_sigterm_to_one_rank_stops_all_at_one_step_and_the_run_goes_on(script: P
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
     assert process.returncode != 0, output
+    assert "Signal 15 (SIGTERM) received by PID" in output
     for rank in (0, 1):
         steps = [line for line in notes(tmp_path, rank) if line.startswith("step")]
         assert steps[-1] in ("step 5", "step 6", "step 7"), (rank, notes(tmp_path, rank), output)

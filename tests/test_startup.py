@@ -66,6 +66,17 @@ def test_arguments_are_named_as_such(caplog: pytest.LogCaptureFixture, tmp_path:
     }  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("interval", "phrase"),
+    [(1, "every step"), (1.0, "every epoch"), (2, "every 2 steps"), (0.5, "every 4 steps")],
+)
+def test_a_number_of_steps_is_told_from_a_fraction_of_an_epoch(
+    interval: float, phrase: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    quiet_trainer(max_steps=1, val_check_interval=interval).fit(Scalar(), loader(), loader(2))
+    assert said(caplog)[1].endswith(f", validation {phrase}")
+
+
 def test_the_model_follows_in_the_same_place(caplog: pytest.LogCaptureFixture) -> None:
     quiet_trainer(max_steps=1, enable_model_summary=True).fit(Scalar(), loader())
     texts = [one.getMessage() for one in caplog.records]

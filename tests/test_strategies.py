@@ -230,10 +230,12 @@ def test_a_tie_is_not_torn_by_fsdp2s_size_policy(tmp_path: Path) -> None:
 @on_two_ranks
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_frozen_parts_and_buffers_come_out_of_zero(stage: int, tmp_path: Path) -> None:
+    torch.manual_seed(0)  # rank 0's weights count
     net = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 4), nn.BatchNorm1d(4))
     net[1].requires_grad_(False)
     module = Regression(net)
     shapes = {name: value.shape for name, value in module.state_dict().items()}
+    frozen = {name: value.clone() for name, value in module.state_dict().items() if name.startswith("net.1.")}
     trainer = quiet_trainer(strategy=f"deepspeed_stage_{stage}", max_steps=2)
     trainer.fit(module, DataLoader(rows(8, 3), batch_size=2))
     live = {name: whole(trainer, name) for name in sorted(shapes)}
@@ -247,9 +249,25 @@ def test_frozen_parts_and_buffers_come_out_of_zero(stage: int, tmp_path: Path) -
     names = list(live) if trainer.global_rank == 0 else [n for n, _ in module.named_parameters()]
     for name in names:
         torch.testing.assert_close(weights[name], live[name], atol=1e-6, rtol=0.0)
+    torch.testing.assert_close({name: weights[name] for name in frozen}, frozen, atol=0.0, rtol=0.0)
     fresh = Regression(nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 4), nn.BatchNorm1d(4)))
     fresh.load_state_dict(weights, strict=True)
     assert int(weights["net.2.num_batches_tracked"]) == 2
+
+
+@on_two_ranks
+def test_an_engine_that_goes_imports_nothing() -> None:
+    name = "deepspeed.utils.pin_memory"
+    for hidden in (False, True):
+        sys.modules.pop(name, None)
+        trainer = quiet_trainer(strategy="deepspeed_stage_3", max_steps=1)
+        trainer.fit(Regression(nn.Linear(3, 4)), DataLoader(rows(4, 3), batch_size=2))
+        if hidden:
+            del sys.modules[name]
+        before = set(sys.modules)
+        trainer.strategy._release()  # type: ignore[attr-defined]
+        # DeepSpeed would still import it by itself; once it does not, nothing has to be imported beforehand.
+        assert set(sys.modules) - before == ({name} if hidden else set())
 
 
 # --- nothing is left behind ----------------------------------------------------------------------------------------------

@@ -153,6 +153,18 @@ def test_it_is_closed_after_an_exception() -> None:
     with pytest.raises(RuntimeError, match="enough"):
         fit("diary", 3, Stops())
     assert made[0].done[-1] == "finish"
+    assert made[0].done.count("finish") == 1
+
+
+def test_it_is_closed_once_after_ctrl_c() -> None:
+    class Interrupts(Callback):
+        def on_step(self, trainer: Trainer, module: TrainModule) -> None:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        fit("diary", 3, Interrupts())
+    assert made[0].done[-1] == "finish"
+    assert made[0].done.count("finish") == 1
 
 
 def test_it_works_without_a_trainer_and_leaves_accelerate_alone(tmp_path: Path) -> None:

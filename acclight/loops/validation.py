@@ -155,7 +155,7 @@ class FitValidation:
         if not self.data:
             return "no validation"
         if self.every_n_steps is not None:
-            return f"validation every {self.every_n_steps} steps"
+            return f"validation every {self.every_n_steps} steps" if self.every_n_steps > 1 else "validation every step"
         epochs = self.trainer.check_val_every_n_epoch
         return "validation every epoch" if epochs == 1 else f"validation every {epochs} epochs"
 

@@ -210,6 +210,7 @@ class DeepSpeedStrategy(Strategy):
         self._optimizers = list(optimizers)
         self.check_wrapped()
         # Its hooks hold the engine, and the engine holds them, where Python's garbage collector does not see it.
+        _import_for_destroy()
         self._release = weakref.finalize(self, self._engine.destroy)
         self._release.atexit = False
         if optimizers:
@@ -443,6 +444,15 @@ class DeepSpeedStrategy(Strategy):
 
     def param_group_names(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> list[list[list[str]]]:
         return self._group_names
+
+
+def _import_for_destroy() -> None:
+    """Imports what DeepSpeed 0.19 would import when it destroys a ZeRO-3 engine.
+
+    That may happen in a garbage collection in the middle of another import, where Python 3.11's import locks cannot be taken
+    once more. tests/test_strategies.py tells when DeepSpeed no longer imports there.
+    """
+    import deepspeed.utils.pin_memory  # noqa: F401
 
 
 def _skip_shared_memory_operator() -> None:
