@@ -25,6 +25,8 @@ _LAUNCHER = (
 )
 #: Arguments of Lightning's Trainer that have no counterpart -> what to do instead.
 _ELSEWHERE = dict.fromkeys(("accelerator", "devices", "num_nodes", "num_processes", "gpus", "tpu_cores"), _LAUNCHER) | {
+    "barebones": "give logger=False and False for each of enable_checkpointing, enable_progress_bar and enable_model_summary",
+    "profiler": "use torch.profiler in a callback",
     "benchmark": "set torch.backends.cudnn.benchmark",
     "plugins": "give a strategy object from acclight.strategies, or a precision",
     "resume_from_checkpoint": "give fit(..., ckpt_path=...)",
@@ -135,7 +137,7 @@ _CHECKS: dict[str, Callable[[str, Any], None]] = {
     "callbacks": _callbacks,
     "log_every_n_steps": _whole(1),
     "val_check_interval": _validation_interval,
-    "check_val_every_n_epoch": _whole(1),
+    "check_val_every_n_epoch": _whole(1, none=True),
     "num_sanity_val_steps": _whole(-1),
     **{f"limit_{stage}_batches": _limit for stage in ("train", "val", "test", "predict")},
     "overfit_batches": _limit,
@@ -186,7 +188,9 @@ def check_module(method: str, module: Any) -> None:
 
 
 def check_loaders(method: str, argument: str, loaders: Any) -> None:
-    """Raises TypeError for a tensor or an array, whose rows would be taken for batches."""
+    """Raises TypeError for a tensor, an array or a text, whose rows or letters would be taken for batches."""
+    if isinstance(loaders, (str, bytes)):
+        raise TypeError(f"Trainer.{method}({argument}={loaders!r}): give a loader, such as a DataLoader, not a text")
     if isinstance(loaders, (torch.Tensor, np.ndarray)):
         raise TypeError(
             f"Trainer.{method}({argument}=...) was given a {type(loaders).__name__}: give a loader of it, such as "

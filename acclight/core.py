@@ -67,7 +67,9 @@ class StepModule(nn.Module):
         self._compiled: dict[str, Callable[..., Any]] = {}
         #: What self.log is given inside compiled code, the user's own as well.
         self._traced_logs: list[tuple[Any, ...]] = []
-        module._traced_logs = self._traced_logs  # type: ignore[assignment]
+        for part in module.modules():
+            if hasattr(part, "_traced_logs"):
+                part._traced_logs = self._traced_logs  # type: ignore[assignment]
         #: A training_step that returns None gives `Nothing`: within the wrapped forward, so that wrappers see it.
         self.stands_in = False
 

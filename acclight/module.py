@@ -58,6 +58,12 @@ class TrainModule(ModuleHooks):
     #: What `log` was given inside compiled code, as MetricStore.log takes it.
     _traced_logs: list[tuple[Any, ...]] | None = None
 
+    def attach(self, trainer: Trainer | None) -> None:
+        """Lets this module, and every TrainModule inside, know the Trainer that runs it; None when none does any more."""
+        for part in self.modules():
+            if isinstance(part, TrainModule):
+                part._trainer = trainer
+
     def __getstate__(self) -> dict[str, Any]:
         # A copy of the module is not attached to the Trainer, which cannot be copied.
         return {**self.__dict__, "_trainer": None, "_held": None}

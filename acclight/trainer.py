@@ -17,7 +17,7 @@ from acclight.callback import Callback, Hooks, in_order, with_module_callbacks
 from acclight.checkpoint import snapshot
 from acclight.checkpoint.background import BackgroundSave
 from acclight.core import AcceleratorCore
-from acclight.loggers import guarded
+from acclight.loggers import SilentLogger, guarded
 from acclight.loggers.choose import make_loggers
 from acclight.logging import MetricStore, Shown
 from acclight.loops.batch_size import settle_batch_size
@@ -72,7 +72,8 @@ class Trainer:
             once, and training goes on.
         log_every_n_steps: Optimizer steps between logged values. Default 50.
         val_check_interval: An int: optimizer steps between validations; a float: the fraction of an epoch. Default 1.0.
-        check_val_every_n_epoch: Epochs between those with validations, at their end or at fractions of them. Default 1.
+        check_val_every_n_epoch: Epochs between those with validations, at their end or at fractions of them. Default 1. None, as
+            in Lightning, needs a val_check_interval in steps, which does not heed epochs anyway.
         num_sanity_val_steps: Validation batches that are tried before training. Default 2; -1 for all.
         limit_train_batches: Batches per rank and epoch (int), or a fraction (float). Default 1.0.
         limit_val_batches: Likewise for each validation loader.
@@ -86,7 +87,8 @@ class Trainer:
         reload_dataloaders_every_n_epochs: Call the loader hooks of the module or the data module again at the start of every
             n-th epoch (epochs 0, n, 2n, ...), on all ranks, once the old loaders' workers are closed. A resume calls them with
             `current_epoch` at the last of these. Loaders that were given to fit stay. 0 (the default) is off.
-        fast_dev_run: Run so many batches (True: 1) of everything once, without loggers and checkpoints.
+        fast_dev_run: Run so many batches (True: 1) of everything once, without checkpoints, and with a logger that takes
+            every call and does nothing.
         deterministic: Use deterministic algorithms only (True), or warn where there is none ("warn").
         detect_anomaly: Find the operation that makes a NaN in the backward; slow.
         inference_mode: Evaluate under torch.inference_mode where the strategy can. Default True.
@@ -128,7 +130,7 @@ class Trainer:
         logger: bool | str | Logger | GeneralTracker | Sequence[str | Logger | GeneralTracker] | None = True,
         log_every_n_steps: int = 50,
         val_check_interval: int | float = 1.0,
-        check_val_every_n_epoch: int = 1,
+        check_val_every_n_epoch: int | None = 1,
         num_sanity_val_steps: int = 2,
         limit_train_batches: int | float = 1.0,
         limit_val_batches: int | float = 1.0,
@@ -150,13 +152,19 @@ class Trainer:
     ) -> None:
         if min_epochs is not None and max_epochs is not None and 0 <= max_epochs < min_epochs:
             raise ValueError(f"min_epochs={min_epochs} contradicts max_epochs={max_epochs}; change one of them")
+        if check_val_every_n_epoch is None and not isinstance(val_check_interval, int):
+            raise ValueError(
+                "check_val_every_n_epoch=None counts no epochs, of which "
+                f"val_check_interval={val_check_interval} is a fraction: give it as a number of optimizer steps (an int)"
+            )
         if overfit_batches:
             limit_train_batches = limit_val_batches = overfit_batches
         if fast_dev_run:
             batches = int(fast_dev_run)
             limit_train_batches = limit_val_batches = limit_test_batches = limit_predict_batches = batches
             max_epochs, max_steps, num_sanity_val_steps, val_check_interval = 1, -1, 0, 1.0
-            logger = enable_checkpointing = False
+            enable_checkpointing, log_every_n_steps = False, 1
+            logger = SilentLogger() if logger else False
         if max_epochs is None:
             max_epochs = -1 if max_steps >= 0 or max_time is not None else 1000
         self.max_epochs: int | None = max_epochs
@@ -171,7 +179,7 @@ class Trainer:
         self.accumulate_grad_batches = config.accumulation(accumulate_grad_batches) if said else launched_accumulation()
         self.log_every_n_steps = log_every_n_steps
         self.val_check_interval = val_check_interval
-        self.check_val_every_n_epoch = check_val_every_n_epoch
+        self.check_val_every_n_epoch = 1 if check_val_every_n_epoch is None else check_val_every_n_epoch
         self.num_sanity_val_steps = num_sanity_val_steps
         self.limits: dict[str, int | float] = {
             "train": limit_train_batches, "validation": limit_val_batches,
@@ -692,7 +700,7 @@ class Trainer:
         self._former = former
         self._module = module
         self.datamodule = datamodule
-        module._trainer = self
+        module.attach(self)
         try:
             if self._callbacks_of is not module:
                 self.callbacks = with_module_callbacks(self._own_callbacks, module)
@@ -702,7 +710,7 @@ class Trainer:
             names = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
             self._transfers = [getattr(datamodule, name, None) or getattr(module, name) for name in names]
         except BaseException:
-            module._trainer = former
+            module.attach(former)
             raise
         self.state = state
         if datamodule is not None:
@@ -720,7 +728,8 @@ class Trainer:
         self._loop = None
         self._pending_saves = []
         self.metrics.end_window()
-        self.module._trainer, self._former = self._former, None
+        self.module.attach(self._former)
+        self._former = None
         if self.datamodule is not None:
             self.datamodule.trainer = None
 
@@ -740,6 +749,7 @@ class Trainer:
         if fresh:
             with self.core.init_context():
                 module.configure_model()
+            module.attach(self)
             self.progress = Counts() if training and not known else self.progress
         self.optimizers, self.lr_scheduler_configs = [], []
         if resumed is not None:

@@ -39,6 +39,13 @@ from tests.scenarios import Scalar, quiet_trainer, repeated
         ({"limit_predict_batches": -1}, ValueError, "limit_predict_batches=-1"),
         ({"val_check_interval": None}, ValueError, "val_check_interval=None: a float is a fraction"),
         ({"val_check_interval": 1.5}, ValueError, r"val_check_interval=1\.5"),
+        ({"check_val_every_n_epoch": 0}, ValueError, "check_val_every_n_epoch=0: give a whole number, 1 or more"),
+        (
+            {"check_val_every_n_epoch": None},
+            ValueError,
+            r"val_check_interval=1\.0 is a fraction: give it as a number of opt",
+        ),
+        ({"barebones": True}, TypeError, "no argument 'barebones': give logger=False"),
         ({"callbacks": 3}, TypeError, "callbacks=3: give an acclight.Callback object, or a list"),
         ({"callbacks": Callback}, TypeError, "callbacks=.*give an acclight.Callback object"),
         (
@@ -55,6 +62,39 @@ from tests.scenarios import Scalar, quiet_trainer, repeated
 def test_values_that_cannot_be_used(arguments: dict[str, Any], kind: type[Exception], message: str) -> None:
     with pytest.raises(kind, match=message):
         Trainer(**arguments)
+
+
+def test_a_text_is_no_loader() -> None:
+    with pytest.raises(TypeError, match=r"fit\(train_dataloaders='data'\): give a loader, such as a DataLoader"):
+        quiet_trainer(max_steps=1).fit(Scalar(), "data")
+
+
+def test_no_epochs_between_validations_as_in_lightning() -> None:
+    trainer = quiet_trainer(strategy="single", max_epochs=2, check_val_every_n_epoch=None, val_check_interval=3)
+    steps: list[int] = []
+
+    class Seen(Callback):
+        def on_validation_start(self, trainer: Trainer, module: TrainModule) -> None:
+            steps.append(trainer.global_step)
+
+    trainer.callbacks.append(Seen())
+    trainer.num_sanity_val_steps = 0
+    trainer.fit(Scalar(), repeated([1.0] * 4, 1), repeated([1.0], 1))
+    assert steps == [3, 6]
+
+
+def test_a_fast_run_has_a_logger_that_does_nothing(tmp_path: Path) -> None:
+    class Draws(Scalar):
+        def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+            assert self.logger is not None
+            self.logger.experiment.add_histogram("w", self.w, 0)
+            self.logger.log_image("w", [self.w])  # type: ignore[attr-defined]
+            return super().training_step(batch, batch_idx)
+
+    Trainer(fast_dev_run=True, default_root_dir=tmp_path, enable_progress_bar=False).fit(Draws(), repeated([1.0], 1))
+    assert list(tmp_path.iterdir()) == []
+    trainer = Trainer(fast_dev_run=True, logger=False)
+    assert trainer.loggers == []
 
 
 def test_max_time_in_lightnings_forms() -> None:

@@ -253,6 +253,17 @@ def test_ranks_with_different_numbers_of_batches_are_all_counted(strategy: str) 
 
 
 @on_two_ranks
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2", "deepspeed_stage_2"])
+def test_ranks_with_different_loaders_are_refused_on_all(strategy: str) -> None:
+    trainer = quiet_trainer(strategy=strategy, max_epochs=1)
+    loaders = [repeated([1.0], 1)] * (5 if trainer.global_rank == 0 else 3)
+    with pytest.raises(ValueError, match=r"different validation loaders \(rank 0: 5, rank 1: 3\)"):
+        trainer.fit(SeesBatches(), repeated([1.0], 2), loaders)
+    with pytest.raises(ValueError, match=r"different validation loaders \(rank 0: 1, rank 1: 0\)"):
+        trainer.fit(SeesBatches(), repeated([1.0], 2), repeated([1.0], 1) if trainer.global_rank == 0 else None)
+
+
+@on_two_ranks
 @pytest.mark.parametrize("strategy", DISTRIBUTED)
 def test_a_rank_whose_own_loader_is_empty_joins_the_others(strategy: str) -> None:
     trainer = quiet_trainer(strategy=strategy)

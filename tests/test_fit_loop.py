@@ -282,6 +282,43 @@ def test_a_missing_plateau_metric_is_an_error_at_the_first_validation() -> None:
     assert len(module.batches) == 1
 
 
+class LogsLate(Plateau):
+    """Logs for the scheduler when the epoch ends, after its validation."""
+
+    def on_train_epoch_end(self) -> None:
+        self.log("late", 1.0)
+
+
+def late_metric(strategy: str, world: int) -> None:
+    class Late(Callback):
+        def on_train_epoch_end(self, trainer: Trainer, module: TrainModule) -> None:
+            module.log("late", 1.0)
+
+    for module, callbacks in ((LogsLate("late"), []), (Plateau("late"), [Late()])):
+        trainer = quiet_trainer(strategy=strategy, max_epochs=3, callbacks=callbacks)
+        trainer.fit(module, repeated([1.0], world), repeated([1.0], world))
+        # The second and the third epoch are no better than the first.
+        assert trainer.lr_scheduler_configs[0].scheduler.last_epoch == 3
+        assert trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.01)
+
+
+def test_a_plateau_metric_may_be_logged_at_the_end_of_the_epoch() -> None:
+    late_metric("single", 1)
+
+
+@on_two_ranks
+@pytest.mark.parametrize("strategy", DISTRIBUTED)
+def test_a_plateau_metric_may_be_logged_at_the_end_of_the_epoch_on_two_ranks(strategy: str) -> None:
+    late_metric(strategy, 2)
+
+
+def test_a_plateau_metric_that_does_not_come_at_the_end_of_the_epoch_either_is_missing() -> None:
+    module = LogsLate(monitor="lat")
+    with pytest.raises(ValueError, match=r"'lat'.*late"):
+        quiet_trainer(strategy="single", max_epochs=4).fit(module, repeated([1.0], 1), repeated([1.0], 1))
+    assert len(module.batches) == 1
+
+
 def test_a_lenient_plateau_scheduler_warns_once(recwarn: pytest.WarningsRecorder) -> None:
     trainer = quiet_trainer(strategy="single", max_epochs=3)
     trainer.fit(Plateau(monitor="other", strict=False), repeated([1.0], 1), repeated([1.0], 1))

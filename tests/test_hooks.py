@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from acclight import Callback, DataModule, Trainer, TrainModule
@@ -384,6 +384,58 @@ def test_a_copy_of_the_module_is_not_attached() -> None:
     quiet_trainer(strategy="single", max_steps=1).fit(Averages(), repeated([1.0], 1))
     assert copies[0]._trainer is None
     assert float(copies[0].w.detach()) == 0.0
+
+
+class Inner(TrainModule):
+    """A TrainModule that is a part of another one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(1, 1)
+        self.seen: list[tuple[int, int]] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.seen.append((self.global_step, self.current_epoch))
+            self.log("inner", float(self.global_step), on_step=False, on_epoch=True)
+        return self.layer(x)  # type: ignore[no-any-return]
+
+
+class Outer(TrainModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList([Inner()])
+
+    def configure_model(self) -> None:
+        if len(self.parts) == 1:
+            self.parts.append(Inner())
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        for part in self.parts:
+            batch = part(batch.reshape(-1, 1))
+        return batch.square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def inner_modules(strategy: str, world: int) -> None:
+    trainer = quiet_trainer(strategy=strategy, max_epochs=2)
+    trainer.fit(module := Outer(), repeated([1.0, 2.0], world))
+    for part in module.parts:
+        assert part.seen == [(0, 0), (1, 0), (2, 1), (3, 1)]
+        assert part._trainer is None
+    assert float(trainer.callback_metrics["inner"]) == 2.5  # of the steps 2 and 3
+
+
+def test_train_modules_inside_know_the_trainer() -> None:
+    inner_modules("single", 1)
+
+
+@on_two_ranks
+@pytest.mark.parametrize("strategy", DISTRIBUTED)
+def test_train_modules_inside_know_the_trainer_on_two_ranks(strategy: str) -> None:
+    inner_modules(strategy, 2)
 
 
 def all_gathered(strategy: str) -> None:

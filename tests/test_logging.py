@@ -666,6 +666,58 @@ def test_an_exception_leaves_no_place_behind() -> None:
     fit(module)
 
 
+class Shared(TrainModule):
+    """One torchmetrics object, and one collection, in both steps; another object in validation alone, over all of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.zeros(1))
+        self.samples = torchmetrics.SumMetric()
+        self.pair = torchmetrics.MetricCollection(
+            {"mse": torchmetrics.MeanSquaredError(), "mae": torchmetrics.MeanAbsoluteError()}
+        )
+        self.ever = torchmetrics.SumMetric()
+
+    def run(self, stage: str, batch: Tensor) -> None:
+        self.samples(len(batch))
+        self.log(f"{stage}_n", self.samples, on_step=False, on_epoch=True)
+        self.pair.update(batch, torch.zeros_like(batch))
+        if stage == "train":
+            self.log_dict(self.pair, on_step=False, on_epoch=True)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        self.run("train", batch)
+        return (self.w * batch).sum()
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.run("val", batch)
+        self.ever.update(len(batch))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.0)
+
+
+def shared_metrics(strategy: str) -> None:
+    train = DataLoader(torch.arange(20.0), batch_size=2)  # type: ignore[arg-type]
+    val = DataLoader(torch.full((6,), 100.0), batch_size=1)  # type: ignore[arg-type]
+    trainer = quiet_trainer(strategy=strategy, max_epochs=3, val_check_interval=0.5)
+    trainer.fit(module := Shared(), train, val)
+    shown = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    # Means of k and of k^2 for k = 0 ... 19.
+    assert shown == {"train_n": 20.0, "val_n": 6.0, "mae": 9.5, "mse": pytest.approx(123.5)}
+    assert float(trainer.core.sum(module.ever.sum_value.clone())) == 6 * 6, "what validation alone updates is its own"
+
+
+def test_training_and_validation_may_share_a_metric() -> None:
+    shared_metrics("single")
+
+
+@on_two_ranks
+@pytest.mark.parametrize("strategy", DISTRIBUTED)
+def test_training_and_validation_may_share_a_metric_on_two_ranks(strategy: str) -> None:
+    shared_metrics(strategy)
+
+
 # --- several loaders -------------------------------------------------------------------------------------------------
 
 

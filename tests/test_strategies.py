@@ -982,6 +982,8 @@ def test_offload_to_the_cpu_trains_and_resumes_the_same(stage: int) -> None:
 
 
 def test_wrong_arguments_are_named() -> None:
+    with pytest.raises(ValueError, match="given stage=2 and zero_stage=3, which is the same field"):
+        DeepSpeedStrategy(stage=2, zero_stage=3)
     with pytest.raises(ValueError, match="auto_wrap_policy='SIZE'"):
         FSDP2Strategy(auto_wrap_policy="SIZE")
     with pytest.raises(ValueError, match="needs min_num_params"):

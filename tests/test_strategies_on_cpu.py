@@ -6,7 +6,10 @@ A test whose name ends in "still" fails when its dependency has changed: then th
 from __future__ import annotations
 
 import os
+import warnings
+from contextlib import nullcontext
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -134,6 +137,26 @@ def fit_unclaimed() -> str:
 
 
 # --- DeepSpeed's operator ------------------------------------------------------------------------------------------------
+
+
+@on_two_ranks
+@pytest.mark.parametrize("hidden", [True, False])
+def test_deepspeed_calls_deprecated_functions_still(hidden: bool) -> None:
+    """When this fails with `hidden` False, `_quieten_deprecations` in acclight/strategies/deepspeed.py can go."""
+    replaced = patch("acclight.strategies.deepspeed._quieten_deprecations") if not hidden else nullcontext()
+    with replaced, warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        quiet_trainer(strategy="deepspeed_stage_2", max_steps=1).fit(Scalar(), repeated([1.0], 1))
+    said = [str(w.message) for w in seen if "is deprecated" in str(w.message) and w.category is FutureWarning]
+    assert bool(said) is not hidden, said
+
+
+def test_a_deepspeed_that_is_not_installed_is_told_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(
+        ImportError, match=r"needs the package deepspeed.*DS_BUILD_OPS=0 pip install --no-build-isolation"
+    ):
+        quiet_trainer(strategy="deepspeed_stage_2")
 
 
 def test_deepspeed_builds_its_shared_memory_operator_still() -> None:

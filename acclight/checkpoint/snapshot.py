@@ -171,8 +171,8 @@ def restore(trainer: Trainer, reader: Reader) -> None:
     if trainer.world_size > document["world_size"]:
         # Rank 0, which alone warns, has a state of its own.
         warn(
-            f"{reader.path} has no random state for every rank (it was written by {document['world_size']} processes); "
-            "the others start from the seed"
+            f"{reader.path} holds the random states of {document['world_size']} of the {trainer.world_size} ranks; the others "
+            "start from the seed"
         )
     state = reader.rng(trainer.global_rank)
     if state is not None:

@@ -7,15 +7,16 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from acclight.loggers.csv_logger import CSVLogger
-    from acclight.loggers.logger import Logger
+    from acclight.loggers.logger import Logger, SilentLogger
     from acclight.loggers.tensorboard import TensorBoardLogger
     from acclight.loggers.tracker import TrackerLogger
 
-__all__ = ["CSVLogger", "Logger", "TensorBoardLogger", "TrackerLogger"]
+__all__ = ["CSVLogger", "Logger", "SilentLogger", "TensorBoardLogger", "TrackerLogger"]
 
 _MODULES = {
     "CSVLogger": "csv_logger",
     "Logger": "logger",
+    "SilentLogger": "logger",
     "TensorBoardLogger": "tensorboard",
     "TrackerLogger": "tracker",
 }

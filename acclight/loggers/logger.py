@@ -129,6 +129,22 @@ class RunFolderLogger(Logger):
         return max(taken, default=-1) + 1
 
 
+class SilentLogger(Logger):
+    """Takes every call, also of methods that other loggers have, and does nothing: for runs that only try things out."""
+
+    @property
+    def experiment(self) -> Any:
+        return IgnoreCalls()
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
+        pass
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return IgnoreCalls._ignore
+
+
 class IgnoreCalls:
     """Stands in for the raw writer on ranks that do not write: any method may be called, and nothing happens."""
 

@@ -463,6 +463,10 @@ class MetricStore:
         epochs = {name for key in keys for name in (key.plain_name, key.shown_as("epoch"))}
         return epochs | (self.names_of_steps() - self._validated_names)
 
+    def validation_names(self) -> set[str]:
+        """The names that the validations of this run have shown, the same on every rank."""
+        return self._validated_names
+
     def names_of_steps(self) -> set[str]:
         """The names under which training logs something on its steps, here or, once it was shown, on another rank."""
         keys = [key for key, _, _ in self._entries("train") if key.on_step]

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 from acclight.checkpoint.snapshot import random_state, set_random_state
 from acclight.data.loader import size_of
 from acclight.datamodule import DataModule
+from acclight.loggers import SilentLogger
 from acclight.messages import info, quiet
 from acclight.strategies.out_of_memory import free_memory, memory_ran_out
 
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 _PATIENCE_SECONDS = 20.0
 #: Arguments of a Trainer that do not belong to a trial; what stands here is used instead.
 _OF_A_TRIAL: dict[str, Any] = {
-    "callbacks": None, "logger": False, "enable_progress_bar": False, "enable_checkpointing": False,
+    "callbacks": None, "enable_progress_bar": False, "enable_checkpointing": False,
     "enable_model_summary": False, "max_epochs": -1, "max_time": None, "min_epochs": None, "min_steps": None,
     "num_sanity_val_steps": 0, "limit_val_batches": 0, "limit_train_batches": 1.0, "val_check_interval": 1.0,
     "overfit_batches": 0, "reload_dataloaders_every_n_epochs": 0, "fast_dev_run": False,
@@ -119,6 +120,7 @@ def _try(trainer: Trainer, finder: BatchSizeFinder, module: TrainModule, size: i
         **trainer.given_arguments,
         **_OF_A_TRIAL,
         "max_steps": finder.steps_per_trial,
+        "logger": SilentLogger() if trainer.loggers else False,
         "strategy": strategy if isinstance(strategy, str) else type(strategy)(**strategy.given_fields),
         "accelerator_config": replace(core.config, split_batches=False, dispatch_batches=None),
     }
@@ -184,12 +186,13 @@ def _loader(trainer: Trainer, module: TrainModule, finder: BatchSizeFinder, size
         finder: For the errors.
         size: The batch size that it has to have. Default: any.
     """
-    former, module._trainer = module._trainer, trainer
+    former = module._trainer
+    module.attach(trainer)
     try:
         owner: Any = module if trainer.datamodule is None else trainer.datamodule
         loader = owner.train_dataloader()
     finally:
-        module._trainer = former
+        module.attach(former)
     name = finder.batch_arg_name
     if not isinstance(loader, DataLoader) or loader.batch_size is None:
         raise ValueError(

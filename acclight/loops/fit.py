@@ -221,9 +221,7 @@ class FitLoop:
         if whole and self.validation.due_at_epoch_end():
             self.validation.run()
         if not trainer.steps_of_fit:
-            info(
-                f"epoch {progress.epoch} was trained before the checkpoint: what its batches logged is not shown again"
-            )
+            info(f"epoch {progress.epoch} was trained before this fit: what its batches logged is not shown again")
         trainer.publish(trainer.metrics.show_epoch_so_far())
         for call in hooks.on_train_epoch_end:
             call()

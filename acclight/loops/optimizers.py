@@ -11,7 +11,7 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau
 
-from acclight.callback import overrides
+from acclight.callback import Callback, overrides
 from acclight.messages import warn
 
 if TYPE_CHECKING:
@@ -259,11 +259,10 @@ def step_epoch_schedulers(trainer: Trainer) -> None:
     step_schedulers(trainer, "epoch", epochs)
     training = trainer.metrics.training_names()
     for config in _plateaus(trainer, "epoch", epochs):
-        # Without a validation nobody else can log it.
-        if config.monitor in training or not (trainer.validation is not None and trainer.validation.data):
+        if config.monitor in training or _nobody_else_logs(trainer, config):
             _step_plateau(trainer, config, set(trainer.callback_metrics))
     for config in _plateaus(trainer, "step", 0):
-        if config.monitor not in training and not (trainer.validation is not None and trainer.validation.data):
+        if config.monitor not in training and _nobody_else_logs(trainer, config):
             _step_plateau(trainer, config, set(trainer.callback_metrics))
 
 
@@ -274,11 +273,26 @@ def step_plateau_schedulers(trainer: Trainer, fresh: set[str]) -> None:
         trainer: Whose schedulers and module are used.
         fresh: The metrics of this validation.
     """
-    training = trainer.metrics.training_names()
+    training, may_come = trainer.metrics.training_names(), _logs_at_epoch_end(trainer)
     for interval, count in (("epoch", trainer.current_epoch + 1), ("step", trainer.global_step)):
         for config in _plateaus(trainer, interval, count):
-            if config.monitor not in training:
+            if config.monitor not in training and (config.monitor in fresh or not may_come):
                 _step_plateau(trainer, config, fresh)
+
+
+def _nobody_else_logs(trainer: Trainer, config: SchedulerConfig) -> bool:
+    """At the end of an epoch: a metric that training does not log will not come from a validation either."""
+    validates = trainer.validation is not None and bool(trainer.validation.data)
+    logged = trainer.metrics.validation_names()
+    return not validates or (bool(logged) and config.monitor not in logged)
+
+
+def _logs_at_epoch_end(trainer: Trainer) -> bool:
+    """Somebody may still log a metric when the training epoch ends, after its validation."""
+    users = [one for one in trainer.callbacks if not type(one).__module__.startswith("acclight.")]
+    return overrides(trainer.module, "on_train_epoch_end") or any(
+        type(one).on_train_epoch_end is not Callback.on_train_epoch_end for one in users
+    )
 
 
 def _plateaus(trainer: Trainer, interval: str, count: int) -> list[SchedulerConfig]:

@@ -94,13 +94,20 @@ def unshuffled_in_fit(trainer: Trainer, stage: str, loader: Any) -> Any:
 def evaluation_data(trainer: Trainer, stage: str, loaders: Mapping[str, Any]) -> dict[str, EvalData]:
     """What this rank reads of some evaluation loaders, by name; nothing at all where all of them are empty.
 
-    An empty loader is warned of.
+    An empty loader is warned of. Collective.
 
     Args:
         trainer: Whose limits are used.
         stage: "validation", "test" or "predict".
         loaders: The user's loaders by name.
     """
+    every = trainer.core.gather_objects(list(loaders))
+    if any(names != every[0] for names in every):
+        counts = ", ".join(f"rank {rank}: {len(names)}" for rank, names in enumerate(every))
+        raise ValueError(
+            f"the ranks were given different {stage} loaders ({counts}): give every rank as many, under the same names; a list "
+            "or a tuple stands for several loaders"
+        )
     limit, argument = trainer.limits[stage], f"limit_{'val' if stage == 'validation' else stage}_batches"
     if stage == "validation" and trainer.overfit_batches:
         argument = "overfit_batches"

@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 
@@ -35,6 +36,9 @@ class FitValidation:
         self.every_n_steps = self._steps_between()
         #: They count from the start of the epoch, not of the training.
         self.counts_in_epoch = isinstance(trainer.val_check_interval, float)
+        #: torchmetrics objects that training updates, and how often the others were updated by validations.
+        self._of_training: WeakSet[Any] = WeakSet()
+        self._updates: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
 
     def _steps_between(self) -> int | None:
         interval = self.trainer.val_check_interval
@@ -114,7 +118,7 @@ class FitValidation:
         try:
             for call in () if trainer.sanity_checking else trainer.hooks.on_validation_model_zero_grad:
                 call()
-            with paused_training(trainer, "validation"):
+            with paused_training(trainer, "validation"), self._training_metrics_set_aside():
                 shown = evaluate(trainer, "validation", self.data)
                 trainer.show_validation(shown)
                 if not trainer.sanity_checking:
@@ -125,6 +129,27 @@ class FitValidation:
                     call()
         finally:
             trainer.validating = False
+
+    @contextmanager
+    def _training_metrics_set_aside(self) -> Iterator[None]:
+        """Lets a torchmetrics object that training and validation share have the values of each apart.
+
+        Those that training has updated begin anew, and are as before afterwards; those of validation alone are its own affair.
+        """
+        metrics = metrics_in(self.trainer.module)
+        for metric in metrics:
+            if metric._update_count not in (0, self._updates.get(metric, 0)):
+                self._of_training.add(metric)
+        shared = [metric for metric in metrics if metric in self._of_training]
+        states = MetricStates(shared)
+        for metric in shared:
+            metric.reset()
+        try:
+            yield
+        finally:
+            states.restore()
+            for metric in metrics:
+                self._updates[metric] = metric._update_count
 
     def sanity_check(self) -> None:
         """Tries some batches before training, without a trace in metrics, loggers, callbacks or random state."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import importlib.util
 import logging
+import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -85,6 +87,11 @@ class DeepSpeedStrategy(Strategy):
         timeout: float = 1800.0,
     ) -> None:
         super().__init__(timeout=timeout)
+        if importlib.util.find_spec("deepspeed") is None:
+            raise ImportError(
+                f"the strategy {type(self).__name__} needs the package deepspeed, which is not installed: pip install setuptools "
+                "wheel ninja, then DS_BUILD_OPS=0 pip install --no-build-isolation deepspeed"
+            )
         self._user_config = settings.with_fields(
             settings.read(ds_config),
             gradient_clipping=gradient_clipping,
@@ -210,6 +217,7 @@ class DeepSpeedStrategy(Strategy):
         self._optimizers = list(optimizers)
         self.check_wrapped()
         # Its hooks hold the engine, and the engine holds them, where Python's garbage collector does not see it.
+        _quieten_deprecations()
         _import_for_destroy()
         self._release = weakref.finalize(self, self._engine.destroy)
         self._release.atexit = False
@@ -453,6 +461,15 @@ def _import_for_destroy() -> None:
     once more. tests/test_strategies.py tells when DeepSpeed no longer imports there.
     """
     import deepspeed.utils.pin_memory  # noqa: F401
+
+
+def _quieten_deprecations() -> None:
+    """Hides what torch says of two functions that DeepSpeed 0.19.8 calls, again and again: a user can do nothing about it.
+
+    `tests/test_strategies_on_cpu.py` checks that DeepSpeed still calls them.
+    """
+    names = "all_gather_into_tensor|reduce_scatter_tensor"
+    warnings.filterwarnings("ignore", rf"`torch\.distributed\.({names})` is deprecated", FutureWarning)
 
 
 def _skip_shared_memory_operator() -> None:

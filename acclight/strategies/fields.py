@@ -49,6 +49,10 @@ def reads_config(
                     near = difflib.get_close_matches(name, [*known, *(aliases or {})], n=1)
                     hint = f"; did you mean {near[0]!r}?" if near else f"; it takes {', '.join(known)}"
                     raise ValueError(f"{owner} has no field {given!r}{hint}")
+                if name in renamed and renamed[name] != value:
+                    raise ValueError(
+                        f"{owner} was given {name}={renamed[name]!r} and {given}={value!r}, which is the same field"
+                    )
                 renamed[name] = value
             return renamed
 
