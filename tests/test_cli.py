@@ -19,8 +19,8 @@ ROOT = Path(__file__).resolve().parent.parent
     ("words", "line"),
     [
         (["evn"], "acclight: unknown command 'evn'; did you mean 'env'?"),
-        (["zzzzz"], "acclight: unknown command 'zzzzz'; there are: env"),
-        ([], "acclight: give a command: env; `acclight --help` says what they do"),
+        (["zzzzz"], "acclight: unknown command 'zzzzz'; there are: env, checkpoint"),
+        ([], "acclight: give a command: env, checkpoint; `acclight --help` says what they do"),
         (["env", "--everything"], "acclight: unrecognized arguments: --everything"),
     ],
 )

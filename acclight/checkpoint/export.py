@@ -13,7 +13,7 @@ import torch
 from acclight.checkpoint import format as layout
 from acclight.checkpoint.errors import CheckpointError
 from acclight.checkpoint.files import read_json
-from acclight.checkpoint.stored import read_document, read_tensors, stored_tensors, tied_names
+from acclight.checkpoint.stored import SUFFIX, read_document, read_tensors, stored_tensors, tied_names
 from acclight.checkpoint.values import decode
 
 WEIGHTS = "model.safetensors"
@@ -65,11 +65,14 @@ def export(
     out: str | os.PathLike[str],
     *,
     prefix: str | None = None,
-    keep_tied: bool = False,
+    keep_tied: bool | None = None,
     files: int | None = None,
     averaged: bool = False,
 ) -> Path:
     """Write a checkpoint's model as one Hugging Face folder: model.safetensors and, where it is known, config.json.
+
+    Or as one file under the module's own names, where `out` ends in ".safetensors": what `load_state_dict` of the plain
+    module takes from `safetensors.torch.load_file`.
 
     With more files than one they are model-00001-of-0000n.safetensors and so on, with the index that `from_pretrained` reads.
 
@@ -78,10 +81,11 @@ def export(
 
     Args:
         path: the checkpoint.
-        out: the folder; made when missing. Files in it are never written over.
+        out: the folder, made when missing, or the file. Files are never written over.
         prefix: export only the names that begin with it, without it ("model." for a module that holds the
-            transformer as `self.model`). Default: trainer.json's "hf_prefix", else "".
-        keep_tied: also write the aliases of tied weights. Without them, `from_pretrained` ties the weights again.
+            transformer as `self.model`). Default: trainer.json's "hf_prefix", else ""; for a file "".
+        keep_tied: also write the aliases of tied weights. Without them, `from_pretrained` ties the weights again. Default: in
+            a file alone.
         files: how many files the weights are spread over, in equal parts. Default: trainer.json's "export_files", else 1.
         averaged: the averaged weights, as for `load_weights`.
 
@@ -93,34 +97,40 @@ def export(
             averaged weights.
     """
     out = Path(out)
-    for name in (WEIGHTS, INDEX, CONFIG):
-        if os.path.lexists(out / name):
-            raise CheckpointError(f"{out / name} exists, and is not written over: give another folder or remove it.")
+    alone = out.suffix == SUFFIX
+    if alone and (files or 1) > 1:
+        raise CheckpointError(f"files={files}, but {out} is one file: give a folder for several.")
+    for file in [out] if alone else [out / name for name in (WEIGHTS, INDEX, CONFIG)]:
+        if os.path.lexists(file):
+            raise CheckpointError(f"{file} exists, and is not written over: give another path or remove it.")
     weights, tied, trainer = _read(layout.as_folder(path), averaged=averaged)
     if prefix is None:
-        prefix = str(trainer["hf_prefix"] or "")
-    if keep_tied:
+        prefix = "" if alone else str(trainer["hf_prefix"] or "")
+    if alone if keep_tied is None else keep_tied:
         weights |= {alias: weights[kept].clone() for alias, kept in tied.items()}
     chosen = {name.removeprefix(prefix): tensor for name, tensor in weights.items() if name.startswith(prefix)}
     if not chosen or "" in chosen:
         raise CheckpointError(
             f"prefix {prefix!r} does not fit the model's names: {', '.join(sorted(weights)[:5])}, ..."
         )
-    config = trainer["hf_config"]
-    parts = _spread(chosen, int(trainer["export_files"] or 1) if files is None else files)
+    if alone:
+        folder, parts, config = out.parent, {out.name: chosen}, None
+    else:
+        folder, config = out, trainer["hf_config"]
+        parts = _spread(chosen, int(trainer["export_files"] or 1) if files is None else files)
     try:
-        out.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
         for name, tensors in parts.items():
-            safetensors.torch.save_file(tensors, out / f".{name}.saving", metadata={"format": "pt"})
+            safetensors.torch.save_file(tensors, folder / f".{name}.saving", metadata={"format": "pt"})
         if config is not None:
-            (out / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+            (folder / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
         for name in parts:
-            os.replace(out / f".{name}.saving", out / name)
+            os.replace(folder / f".{name}.saving", folder / name)
         if len(parts) > 1:
             total = sum(tensor.nbytes for tensor in chosen.values())
             where = {tensor: name for name, tensors in parts.items() for tensor in tensors}
             index = {"metadata": {"total_size": total}, "weight_map": where}
-            (out / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+            (folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
     except OSError as exc:
         raise CheckpointError(f"cannot export to {out}: {exc}") from exc
     return out

@@ -94,6 +94,22 @@ def read_tensors(folder: Path, prefix: str = "") -> dict[str, torch.Tensor]:
     return tensors
 
 
+def read_tensor(folder: Path, name: str) -> torch.Tensor:
+    """One tensor in `folder`, whole and in memory of its own on the CPU; the others are not read.
+
+    Raises:
+        CheckpointError: there is none of this name, or a file is malformed.
+    """
+    stored = stored_tensors(folder).get(name)
+    if stored is None:
+        raise CheckpointError(f"{folder} holds no tensor {name!r}.")
+    tensor = torch.empty(stored.shape, dtype=stored.dtype, device="cpu")
+    for file in _files(folder):
+        for piece, part in _opened(file, only=name):
+            tensor[piece.place].copy_(part)
+    return tensor
+
+
 def read_file(file: Path) -> dict[str, torch.Tensor]:
     """The tensors of one safetensors file, each whole and in memory of its own."""
     return {piece.name: tensor.clone() for piece, tensor in _opened(file)}
@@ -131,9 +147,9 @@ def _pieces(file: Path) -> Iterator[_Piece]:
             yield _Piece(name, _offset(places, name, len(shape)), shape, _getdtype(stored.get_dtype()))
 
 
-def _opened(file: Path) -> Iterator[tuple[_Piece, torch.Tensor]]:
+def _opened(file: Path, only: str | None = None) -> Iterator[tuple[_Piece, torch.Tensor]]:
     """Every piece of a file with its values, which may lie in the file itself: copy them before the file can change."""
-    pieces = list(_pieces(file))
+    pieces = [piece for piece in _pieces(file) if only in (None, piece.name)]
     with _named_errors(file), safe_open(file, framework="pt", device="cpu") as opened:
         for piece in pieces:
             yield piece, opened.get_tensor(piece.name)

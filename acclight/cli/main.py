@@ -10,7 +10,10 @@ from importlib import import_module
 from typing import NoReturn
 
 #: Each is a module here with `add_arguments(parser)` and `run(arguments)`, imported only when it is asked for.
-_COMMANDS = {"env": "print what a bug report needs: versions, devices, launch environment, strategy"}
+_COMMANDS = {
+    "env": "print what a bug report needs: versions, devices, launch environment, strategy",
+    "checkpoint": "inspect, verify, export and compare checkpoints",
+}
 
 
 class _Parser(argparse.ArgumentParser):
@@ -27,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: The words after "acclight". Default: this process's.
 
     Returns:
-        The exit status: 0, or 2 for an error, which has been told in one line on standard error.
+        The exit status: 0, that of the command, or 2 for an error, which has been told in one line on standard error.
 
     Raises:
         SystemExit: For --help and --version, and with status 2 for words that cannot be read.
@@ -50,11 +53,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"unknown command {words[0]!r}; {hint}")
     arguments = parser.parse_args(words)
     try:
-        import_module(f"acclight.cli.{arguments.command}").run(arguments)
+        return import_module(f"acclight.cli.{arguments.command}").run(arguments) or 0
     except (ImportError, OSError, RuntimeError, TypeError, ValueError) as error:
         print(f"acclight {arguments.command}: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
-    return 0
 
 
 def _version() -> str:
