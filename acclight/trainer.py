@@ -13,7 +13,7 @@ import torch
 
 from acclight import arguments
 from acclight.accelerator_config import AcceleratorConfig
-from acclight.callback import Callback, Hooks, in_order, with_module_callbacks
+from acclight.callback import Callback, Hooks, in_order, overrides, with_module_callbacks
 from acclight.checkpoint import snapshot
 from acclight.checkpoint.background import BackgroundSave
 from acclight.core import AcceleratorCore
@@ -628,6 +628,14 @@ class Trainer:
     def max_time_seconds(self) -> float | None:
         """max_time in seconds."""
         return None if self.max_time is None else self.max_time.total_seconds()
+
+    @property
+    def logs_at_epoch_end(self) -> bool:
+        """Somebody has written on_train_epoch_end, and may log metrics there: after the epoch's validation."""
+        hooks = [type(one).on_train_epoch_end for one in self.callbacks]
+        return overrides(self.module, "on_train_epoch_end") or any(
+            not hook.__module__.startswith("acclight.") for hook in hooks
+        )
 
     @property
     def validation_due(self) -> bool:

@@ -66,7 +66,7 @@ class EarlyStopping(Callback):
         self.divergence_threshold = divergence_threshold
         self.check_on_train_epoch_end = check_on_train_epoch_end
         self._watch = Monitor(monitor, mode)
-        self._name_checked = False
+        self._name_checked = self._validated = False
         self._looked_at = -1
         self._reset()
 
@@ -82,21 +82,24 @@ class EarlyStopping(Callback):
 
     def on_fit_start(self, trainer: Trainer, module: TrainModule) -> None:
         """A run that begins at step 0 knows of no earlier one."""
-        self._name_checked = False
+        self._name_checked = self._validated = False
         self._looked_at = -1
         if trainer.global_step == 0:
             self._reset()
 
     def on_validation_end(self, trainer: Trainer, module: TrainModule) -> None:
         """Looks at the metric."""
-        if trainer.fitting and self.check_on_train_epoch_end is not True:
-            self._check_name(trainer)
+        if not trainer.fitting:
+            return
+        self._validated = True
+        if self.check_on_train_epoch_end is not True:
+            self._check_name(trainer, may_come=trainer.logs_at_epoch_end)
             self._look(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, module: TrainModule) -> None:
         """Looks at the metric where it was not yet there after the validation."""
         if self.check_on_train_epoch_end is not False:
-            if not trainer.num_val_batches:
+            if self._validated or not trainer.num_val_batches:
                 self._check_name(trainer)
             self._look(trainer)
 
@@ -134,9 +137,9 @@ class EarlyStopping(Callback):
             return f"was no better than its best, {self.best_score:g}, {self.wait_count} time(s) in a row"
         return None
 
-    def _check_name(self, trainer: Trainer) -> None:
+    def _check_name(self, trainer: Trainer, *, may_come: bool = False) -> None:
         # Right after a resume, nobody knows yet what training logs.
-        if self._name_checked or not trainer.steps_of_fit:
+        if self._name_checked or not trainer.steps_of_fit or (may_come and not is_logged(trainer, self.monitor)):
             return
         self._name_checked = True
         if not is_logged(trainer, self.monitor):

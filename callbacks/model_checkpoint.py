@@ -145,7 +145,7 @@ class ModelCheckpoint(Callback):
         self._decided_step = 0
         self._waits_for_validation = False
         self._saved_at = time.monotonic()
-        self._names_checked = False
+        self._names_checked = self._validated = False
 
     @property
     def state_key(self) -> str:
@@ -219,7 +219,7 @@ class ModelCheckpoint(Callback):
         self._elsewhere = self._ranked([saved for saved in everything if saved not in self._saved])[:1]
         self._decided_step = self._decided_step if trainer.global_step > 0 else 0
         self._written = None
-        self._waits_for_validation = self._names_checked = False
+        self._waits_for_validation = self._names_checked = self._validated = False
         self._saved_at = time.monotonic()
 
     def on_step(self, trainer: Trainer, module: TrainModule) -> None:
@@ -237,7 +237,8 @@ class ModelCheckpoint(Callback):
         """Saves where the validation's metric decides."""
         if not trainer.fitting:
             return
-        self._check_names(trainer)
+        self._validated = True
+        self._check_names(trainer, may_come=trainer.logs_at_epoch_end)
         if self.monitor is not None:
             self._watch.observe(trainer)
             self._add_score(trainer)
@@ -250,7 +251,7 @@ class ModelCheckpoint(Callback):
 
     def on_train_epoch_end(self, trainer: Trainer, module: TrainModule) -> None:
         """Saves where epochs are counted."""
-        if not trainer.num_val_batches:
+        if self._validated or not trainer.num_val_batches:
             self._check_names(trainer)
         if self.monitor is not None:
             self._watch.observe(trainer)
@@ -312,17 +313,28 @@ class ModelCheckpoint(Callback):
         over = time.monotonic() - self._saved_at >= self._train_time_interval.total_seconds()
         return bool(_of_rank_zero(over)) if several else over
 
-    def _check_names(self, trainer: Trainer) -> None:
-        """Raises for a monitor or a metric in `filename` that neither training nor validation has logged."""
+    def _check_names(self, trainer: Trainer, *, may_come: bool = False) -> None:
+        """Raises for a monitor or a metric in `filename` that neither training nor validation has logged.
+
+        Args:
+            trainer: The Trainer.
+            may_come: What is missing may be logged at the end of the epoch.
+        """
         # Right after a resume, nobody knows yet what training logs.
         if self._names_checked or not trainer.steps_of_fit:
             return
+        named = [] if self.monitor is None else [(f"monitor={self.monitor!r}", self.monitor)]
+        in_filename = [
+            name for _, name, _, _ in Formatter().parse(self.filename or "") if name not in (None, "epoch", "step")
+        ]
+        named += [(f"filename={self.filename!r}", str(name)) for name in in_filename]
+        missing = [(argument, name) for argument, name in named if not is_logged(trainer, name)]
+        if missing and may_come:
+            return
         self._names_checked = True
-        if self.monitor is not None and not is_logged(trainer, self.monitor):
-            raise ValueError(missing_metric(trainer, f"ModelCheckpoint(monitor={self.monitor!r})", self.monitor))
-        for _, name, _, _ in Formatter().parse(self.filename or ""):
-            if name not in (None, "epoch", "step") and not is_logged(trainer, name):
-                raise ValueError(missing_metric(trainer, f"ModelCheckpoint(filename={self.filename!r})", name))
+        if missing:
+            argument, name = missing[0]
+            raise ValueError(missing_metric(trainer, f"ModelCheckpoint({argument})", name))
 
     # -- what ---------------------------------------------------------------------------------------------------------
 

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 
 from acclight import Trainer, TrainModule
 from acclight.callbacks import EarlyStopping
+from tests.scenarios import quiet_trainer
 
 
 class Scripted(TrainModule):
@@ -111,6 +112,27 @@ def test_where_it_looks_can_be_chosen(tmp_path: Path, at_epoch_end: bool) -> Non
     callback = EarlyStopping("val", patience=1, check_on_train_epoch_end=at_epoch_end)
     trainer = fit(tmp_path, callback, [1.0, 1.0, 1.0], val_check_interval=1)
     assert trainer.global_step == (4 if at_epoch_end else 2)
+
+
+class Late(Scripted):
+    """Logs when the epoch ends, after its validation."""
+
+    def on_train_epoch_end(self) -> None:
+        self.log("late", self.script[self.current_epoch])
+
+
+def test_a_metric_may_be_logged_at_the_end_of_the_epoch(tmp_path: Path) -> None:
+    arguments = {"default_root_dir": tmp_path, "max_epochs": 4, "check_val_every_n_epoch": 2}
+    trainer = quiet_trainer(callbacks=EarlyStopping("late", patience=2), **arguments)
+    trainer.fit(Late([3.0, 3.0, 4.0, 1.0]), loader(), loader())
+    assert trainer.current_epoch == 2
+    # Also where the metric of a validation is there only after the second epoch.
+    trainer = quiet_trainer(callbacks=EarlyStopping("val", patience=2), **arguments)
+    trainer.fit(Late([3.0, 3.0, 4.0, 1.0]), loader(), loader())
+    assert trainer.current_epoch == 3
+    module = Late([1.0] * 4)
+    with pytest.raises(ValueError, match="'lat' was not logged; did you mean 'late'"):
+        quiet_trainer(callbacks=EarlyStopping("lat"), **arguments).fit(module, loader(), loader())
 
 
 def test_sanity_check_and_validate_leave_no_trace(tmp_path: Path) -> None:

@@ -91,6 +91,23 @@ def fit(
     return trainer, seen
 
 
+class Late(Scalar):
+    """Logs when the epoch ends, after its validation: 2.0, then 1.0."""
+
+    def on_train_epoch_end(self) -> None:
+        self.log("late", 2.0 - self.current_epoch)
+
+
+def test_a_metric_may_be_logged_at_the_end_of_the_epoch(tmp_path: Path) -> None:
+    callback = ModelCheckpoint(tmp_path / "by", filename="{late:.1f}", monitor="late")
+    fit(tmp_path, callback, module=Late())
+    assert callback.best_model_path == str(tmp_path / "by" / "late=1.0")
+    assert callback.best_model_score == 1.0
+    for wrong in ({"monitor": "lat"}, {"filename": "{lat}"}):
+        with pytest.raises(ValueError, match="'lat' was not logged; did you mean 'late'"):
+            fit(tmp_path, ModelCheckpoint(tmp_path / "wrong", **wrong), module=Late())
+
+
 def assert_best_is_what_it_says(trainer: Trainer, callback: ModelCheckpoint) -> None:
     """Loads the best weights and validates them: the metric is the score that was noted."""
     (metrics,) = trainer.validate(Scalar(), loader(0.0, 2), ckpt_path=callback.best_model_path)

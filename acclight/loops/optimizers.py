@@ -11,7 +11,7 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau
 
-from acclight.callback import Callback, overrides
+from acclight.callback import overrides
 from acclight.messages import warn
 
 if TYPE_CHECKING:
@@ -273,7 +273,7 @@ def step_plateau_schedulers(trainer: Trainer, fresh: set[str]) -> None:
         trainer: Whose schedulers and module are used.
         fresh: The metrics of this validation.
     """
-    training, may_come = trainer.metrics.training_names(), _logs_at_epoch_end(trainer)
+    training, may_come = trainer.metrics.training_names(), trainer.logs_at_epoch_end
     for interval, count in (("epoch", trainer.current_epoch + 1), ("step", trainer.global_step)):
         for config in _plateaus(trainer, interval, count):
             if config.monitor not in training and (config.monitor in fresh or not may_come):
@@ -285,14 +285,6 @@ def _nobody_else_logs(trainer: Trainer, config: SchedulerConfig) -> bool:
     validates = trainer.validation is not None and bool(trainer.validation.data)
     logged = trainer.metrics.validation_names()
     return not validates or (bool(logged) and config.monitor not in logged)
-
-
-def _logs_at_epoch_end(trainer: Trainer) -> bool:
-    """Somebody may still log a metric when the training epoch ends, after its validation."""
-    users = [one for one in trainer.callbacks if not type(one).__module__.startswith("acclight.")]
-    return overrides(trainer.module, "on_train_epoch_end") or any(
-        type(one).on_train_epoch_end is not Callback.on_train_epoch_end for one in users
-    )
 
 
 def _plateaus(trainer: Trainer, interval: str, count: int) -> list[SchedulerConfig]:
