@@ -195,6 +195,8 @@ class Trainer:
         #: together at the next step at which they ask each other: at most 16 steps, or about a tenth of a second, later.
         self.should_stop = False
         self.interrupted = False
+        #: An exception is ending the run; `on_exception` runs, or what comes after it.
+        self.failing = False
         self.state: str | None = None
         self.validating = False
         self.sanity_checking = False
@@ -395,7 +397,7 @@ class Trainer:
             asynchronous: In fit, copy the state and write it while training goes on: `on_checkpoint` comes once it is committed,
                 at a later step, and before the next save begins or training ends. Each rank copies what it writes to the CPU.
         """
-        if self._loop is not None and self._loop.in_window:
+        if self._loop is not None and self._loop.in_window and not self.failing:
             self._pending_saves.append((Path(path), weights_only, asynchronous))
             return
         with self.core.active():
@@ -630,6 +632,12 @@ class Trainer:
         return None if self.max_time is None else self.max_time.total_seconds()
 
     @property
+    def in_optimizer_step(self) -> bool:
+        """Parameters are being changed, or were changed by a step that is not counted yet."""
+        begun = self.manual_optimization and self.manual.begun
+        return self._loop is not None and (self._loop.in_step or (self._loop.in_window and begun))
+
+    @property
     def logs_at_epoch_end(self) -> bool:
         """Somebody has written on_train_epoch_end, and may log metrics there: after the epoch's validation."""
         hooks = [type(one).on_train_epoch_end for one in self.callbacks]
@@ -726,7 +734,7 @@ class Trainer:
         self.core.begin_run()
         self.metrics.begin_run(module)
         self.forget_metrics()
-        self.should_stop = self.interrupted = False
+        self.should_stop = self.interrupted = self.failing = False
 
     def end_session(self) -> None:
         """Lets go of the module and of what belonged to the run."""

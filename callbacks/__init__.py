@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from acclight.callbacks.learning_rate_monitor import LearningRateMonitor
     from acclight.callbacks.model_checkpoint import ModelCheckpoint
     from acclight.callbacks.model_summary import ModelSummary
+    from acclight.callbacks.on_exception_checkpoint import OnExceptionCheckpoint
     from acclight.callbacks.prediction_writer import BasePredictionWriter
     from acclight.callbacks.progress import Progress, default_progress
     from acclight.callbacks.progress_bar import RichProgressBar
@@ -26,6 +27,7 @@ __all__ = [
     "LearningRateMonitor",
     "ModelCheckpoint",
     "ModelSummary",
+    "OnExceptionCheckpoint",
     "PlainProgress",
     "Progress",
     "RichProgressBar",
@@ -42,6 +44,7 @@ _MODULES = {
     "LearningRateMonitor": "learning_rate_monitor",
     "ModelCheckpoint": "model_checkpoint",
     "ModelSummary": "model_summary",
+    "OnExceptionCheckpoint": "on_exception_checkpoint",
     "PlainProgress": "progress_lines",
     "Progress": "progress",
     "RichProgressBar": "progress_bar",

@@ -957,11 +957,12 @@ def test_a_metric_that_was_reset_in_an_evaluation_can_be_used_in_training() -> N
     module = Measured(
         validation_step=validate,
         on_validation_epoch_end=end,
-        training_step=lambda m, batch, i: m.log("train", m.mean(batch)),
+        training_step=lambda m, batch, i: (m.mean(batch), m.log("train", m.mean, on_step=True, on_epoch=True)),
     )
     trainer, _ = fit(module, ids(2, 1), ids(3, 1), max_epochs=2)
-    # Training's 0 and 1, and validation's 0, 1 and 2.
-    assert float(trainer.callback_metrics["val"]) == pytest.approx(0.8)
+    # Training's 0 and 1, and validation's 0, 1 and 2, each by themselves.
+    assert float(trainer.callback_metrics["val"]) == 1.0
+    assert float(trainer.callback_metrics["train_epoch"]) == 0.5
 
 
 # --- the cost --------------------------------------------------------------------------------------------------------

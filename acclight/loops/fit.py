@@ -59,6 +59,8 @@ class FitLoop:
         self.at_last_batch = False
         #: A window is under way, and its step is not counted yet.
         self.in_window = False
+        #: The optimizers step, or have stepped, and the step is not counted yet.
+        self.in_step = False
         self.started = time.monotonic()
         self.agreement = Agreement(core.shared_notes())
         self.watch = SignalWatch(signal.SIGTERM)
@@ -329,6 +331,7 @@ class FitLoop:
         stepped = trainer.manual.stepped if trainer.manual_optimization else self.step()
         self.data.consumed(len(window))
         self.progress.global_step += 1
+        self.in_step = False
         if stepped:
             step_schedulers(trainer, "step", self.progress.steps_taken)
         elif stepped is False:
@@ -381,5 +384,6 @@ class FitLoop:
         for call in hooks.configure_gradient_clipping:
             for optimizer in trainer.optimizers:
                 call(optimizer, trainer.gradient_clip_val, trainer.gradient_clip_algorithm)
+        self.in_step = True
         stepped = [core.optimizer_step(position) for position in range(len(trainer.optimizers))]
         return all(stepped)

@@ -87,8 +87,8 @@ class ManualOptimization:
         self.optimizers = [ModuleOptimizer(one, index, self) for index, one in enumerate(trainer.optimizers)]
         #: Backward averages the gradients over the ranks.
         self.sync = True
-        #: Of the batch that runs: no step of it was skipped.
-        self.stepped = True
+        #: Of the batch that runs: no step of it was skipped, and one has begun.
+        self.stepped, self.begun = True, False
         # Names, because a strategy may put other objects in place of the parameters while a step runs.
         names = {id(parameter): name for name, parameter in trainer.module.named_parameters()}
         self._owned: list[dict[str, nn.Parameter]] = [
@@ -98,7 +98,7 @@ class ManualOptimization:
 
     def train(self, *arguments: Any) -> Any:
         """One batch; returns what training_step returned."""
-        self.stepped = True
+        self.stepped, self.begun = True, False
         return self.core.manual_forward("training_step", *arguments)
 
     def backward(self, loss: Tensor, *, retain_graph: bool) -> None:
@@ -121,6 +121,7 @@ class ManualOptimization:
             self.core.unscale(index)
             for call in self.trainer.hooks.on_before_optimizer_step:
                 call(optimizer)
+            self.begun = True
             return result
 
         if isinstance(optimizer, torch.optim.LBFGS) and self.core.precision != "16-mixed":

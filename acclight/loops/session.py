@@ -53,6 +53,7 @@ def session(trainer: Trainer, state: str, module: TrainModule, datamodule: DataM
             yield
             failed = False
         except BaseException as error:
+            trainer.failing = True
             trainer.interrupted = isinstance(error, KeyboardInterrupt)
             elsewhere = trainer.core.failed_elsewhere(error)
             if elsewhere is not None:
