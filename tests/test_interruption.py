@@ -181,8 +181,11 @@ def uninterrupted() -> float:
     return float(w.detach())
 
 
-def test_sigterm_to_one_rank_stops_all_at_one_step_and_the_run_goes_on(script: Path, tmp_path: Path) -> None:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+@pytest.mark.parametrize("signum", [signal.SIGTERM, pytest.param(signal.SIGUSR1, marks=pytest.mark.slow)])
+def test_a_signal_to_one_rank_stops_all_at_one_step_and_the_run_goes_on(
+    signum: signal.Signals, script: Path, tmp_path: Path
+) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "SLURM_JOB_ID": "1"}
     process = subprocess.Popen(
         torchrun(script, "slow", str(tmp_path)), cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True,
         stderr=subprocess.STDOUT, start_new_session=True,
@@ -196,13 +199,13 @@ def test_sigterm_to_one_rank_stops_all_at_one_step_and_the_run_goes_on(script: P
             ["pgrep", "-P", str(process.pid)], capture_output=True, text=True, check=True
         ).stdout.split()
         first = next(p for p in children if b"RANK=0\0" in Path(f"/proc/{p}/environ").read_bytes())
-        os.kill(int(first), signal.SIGTERM)
+        os.kill(int(first), signum)
         output, _ = process.communicate(timeout=60.0)
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
     assert process.returncode != 0, output
-    assert "Signal 15 (SIGTERM) received by PID" in output
+    assert f"Signal {signum.value} ({signum.name}) received by PID" in output
     for rank in (0, 1):
         steps = [line for line in notes(tmp_path, rank) if line.startswith("step")]
         assert steps[-1] in ("step 5", "step 6", "step 7"), (rank, notes(tmp_path, rank), output)
@@ -217,11 +220,20 @@ def test_sigterm_to_one_rank_stops_all_at_one_step_and_the_run_goes_on(script: P
         assert notes(tmp_path, rank)[-1] == f"done 20 {uninterrupted()!r}"
 
 
-@pytest.mark.parametrize(("signum", "status"), [(signal.SIGTERM, -signal.SIGTERM), (signal.SIGINT, -signal.SIGINT)])
+@pytest.mark.parametrize(
+    ("signum", "job", "saves"),
+    [
+        (signal.SIGTERM, {}, True),
+        (signal.SIGINT, {}, False),
+        (signal.SIGUSR1, {"SLURM_JOB_ID": "1", "SLURM_JOB_NAME": "train"}, True),
+        (signal.SIGUSR1, {"SLURM_JOB_ID": "1", "SLURM_JOB_NAME": "bash"}, None),
+        (signal.SIGUSR1, {}, None),
+    ],
+)
 def test_a_signal_to_a_plain_process_ends_it_as_that_signal(
-    script: Path, tmp_path: Path, signum: signal.Signals, status: int
+    script: Path, tmp_path: Path, signum: signal.Signals, job: dict[str, str], saves: bool | None
 ) -> None:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **job}
     process = subprocess.Popen(
         [sys.executable, str(script), "slow", str(tmp_path)], cwd=ROOT, env=environment, stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT, text=True,
@@ -235,11 +247,16 @@ def test_a_signal_to_a_plain_process_ends_it_as_that_signal(
         output, _ = process.communicate(timeout=30.0)
     finally:
         process.kill()
-    # A shell shows 143 and 130 for these.
-    assert process.returncode == status, output
-    assert notes(tmp_path, 0).count("teardown") == 1
+    # A shell shows 143, 130 and 138 for these.
+    assert process.returncode == -signum, output
     assert not any(line.startswith("done") for line in notes(tmp_path, 0))
-    if signum == signal.SIGTERM:
+    if saves is None:
+        # Not watched: it ends the process at once.
+        assert "teardown" not in notes(tmp_path, 0)
+        assert not (tmp_path / "checkpoints").exists()
+        return
+    assert notes(tmp_path, 0).count("teardown") == 1
+    if saves:
         assert next((tmp_path / "checkpoints").iterdir()).name.startswith("step-")
     else:
         assert any(line.startswith("on_exception KeyboardInterrupt") for line in notes(tmp_path, 0))

@@ -65,7 +65,7 @@ def take(trainer: Trainer, path: Path, *, weights_only: bool, copy: bool) -> Wri
     path = Path(os.path.abspath(path))
     what, loop = f"saving {path}", trainer._loop
     # Before the first collective: some strategies gather the state in one.
-    meet(what, str(path), hurried=lambda: loop is not None and loop.watch.received)
+    meet(what, str(path), hurried=lambda: loop is not None and loop.watch.received is not None)
     whole = strategy.model_state(module)
     averaging = _averaging(trainer)
     averaged = {} if averaging is None else averaging.averaged_state(trainer)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from acclight.callback import overrides
 from acclight.loops.evaluate import step_arguments
-from acclight.loops.interruption import Agreement, SignalWatch
+from acclight.loops.interruption import PREEMPTION, Agreement, SignalWatch, preemption_signals
 from acclight.loops.losses import WindowLosses, detached
 from acclight.loops.optimizers import (
     step_epoch_schedulers,
@@ -63,7 +63,7 @@ class FitLoop:
         self.in_step = False
         self.started = time.monotonic()
         self.agreement = Agreement(core.shared_notes())
-        self.watch = SignalWatch(signal.SIGTERM)
+        self.watch = SignalWatch(preemption_signals())
         self.stop_agreed = self.time_over = self.warned_of_no_loss = False
         #: The signal that ended the run early, once all ranks have agreed.
         self.preempted: signal.Signals | None = None
@@ -105,7 +105,7 @@ class FitLoop:
     @property
     def signal_owed(self) -> signal.Signals | None:
         """A signal that was noted, here or on another rank, and has to be delivered once everything is closed."""
-        return self.watch.signum if self.watch.received else self.preempted
+        return self.watch.received or self.preempted
 
     def ask_all(self, *, now: bool = False) -> None:
         """Learns what any rank knows: a wish to stop, that the time is over, a signal has come, a checkpoint is written."""
@@ -115,14 +115,15 @@ class FitLoop:
         # What was agreed but has to wait (for min_steps) is asked for anew after every step, because a script may take it back.
         now = now or self.stop_agreed
         saved = trainer.saving is not None and trainer.saving.ended
-        self.stop_agreed, late, signalled, saved = self.agreement.ask(
-            trainer.should_stop, late, self.watch.received, saved, now=now
+        self.stop_agreed, late, saved, *signalled = self.agreement.ask(
+            trainer.should_stop, late, saved, *(self.watch.received is one for one in PREEMPTION), now=now
         )
         self.time_over = self.time_over or late
         if self.stop_agreed:
             trainer.should_stop = True
-        if signalled:
-            self.preempted = self.watch.signum
+        self.preempted = self.preempted or next(
+            (one for one, came in zip(PREEMPTION, signalled, strict=True) if came), None
+        )
         if saved:
             trainer.finish_saving()
 

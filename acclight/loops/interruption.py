@@ -28,48 +28,63 @@ _MOST_STEPS_BETWEEN = 16
 _SECONDS_FOR_COMPANY = 2.0
 
 
+#: The signals that may announce the end of a process.
+PREEMPTION = (signal.SIGTERM, signal.SIGUSR1)
+
+
+def preemption_signals() -> tuple[signal.Signals, ...]:
+    """Those of `PREEMPTION` that do so for this process: SIGTERM; in a Slurm job SIGUSR1, too, where nobody handles it yet.
+
+    `sbatch --signal=USR1@90` sends it 90 s before the time is over. Elsewhere programs use it for other things.
+    """
+    scheduled = "SLURM_JOB_ID" in os.environ and os.environ.get("SLURM_JOB_NAME") not in ("bash", "interactive")
+    if scheduled and signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL:
+        return PREEMPTION
+    return (signal.SIGTERM,)
+
+
 class SignalWatch:
-    """Notes a signal instead of dying of it, while the context lasts; the former handler comes back afterwards.
+    """Notes signals instead of dying of them, while the context lasts; the former handlers come back afterwards.
 
     A signal that the program ignores stays ignored, and outside the main thread, where Python handles none, nothing is watched.
 
     Args:
-        signum: The signal, SIGTERM for one.
+        signums: The signals.
 
     Attributes:
-        received: The signal has come.
+        received: The one that has come first; None as long as none has.
     """
 
-    def __init__(self, signum: signal.Signals) -> None:
-        self.signum = signum
-        self.received = False
+    def __init__(self, signums: tuple[signal.Signals, ...]) -> None:
+        self.signums = signums
+        self.received: signal.Signals | None = None
         self._process = os.getpid()
-        self._former: Any = None
-        self._watching = False
+        self._former: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> SignalWatch:
         if threading.current_thread() is threading.main_thread():
-            self._former = signal.getsignal(self.signum)
-            self._watching = self._former not in (signal.SIG_IGN, None)
-        if self._watching:
-            signal.signal(self.signum, self._note)
+            for signum in self.signums:
+                former = signal.getsignal(signum)
+                if former not in (signal.SIG_IGN, None):
+                    self._former[signum] = former
+                    signal.signal(signum, self._note)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._watching:
-            signal.signal(self.signum, self._former)
-        if self.received and error is not None:
+        for signum, former in self._former.items():
+            signal.signal(signum, former)
+        if self.received is not None and error is not None:
             # Delivered now, it could end the process before the exception, which is the news, has been shown.
-            warnings.warn(f"{self.signum.name} came while {type(error).__name__} ended the training", stacklevel=2)
+            warnings.warn(f"{self.received.name} came while {type(error).__name__} ended the training", stacklevel=2)
 
     def _note(self, signum: int, frame: FrameType | None) -> None:
         if os.getpid() != self._process:
             # A forked worker of a data loader has inherited the handler, but has nothing to finish.
             signal.signal(signum, signal.SIG_DFL)
             os.kill(os.getpid(), signum)
-        self.received = True
+        self.received = self.received or signal.Signals(signum)
 
 
 class Agreement:
