@@ -313,8 +313,9 @@ class Trainer:
             self.loaders = FitLoaders(self, train_dataloaders, val_dataloaders)
             self.loaders.load(self._first_counts(module, reader))
             assert self.data is not None
-            if begun is not None and begun["dataset"] == self.data.state_dict()["dataset"]:
-                self.data.load_state_dict(begun)
+            if begun is not None and begun[0]["dataset"] == self.data.state_dict()["dataset"]:
+                self.data.load_state_dict(begun[0])
+                self.data.load_own_state(begun[1])
             self._prepare(training=True, resumed=reader)
             self.core.begin_fit()
             if reader is not None:
@@ -789,11 +790,11 @@ class Trainer:
             return counts
         return self.progress if self._prepared is not None and self._prepared[0] is module else Counts()
 
-    def _begun_epoch(self, module: TrainModule) -> dict[str, Any] | None:
-        """Where an earlier fit of this module has left its data, in the middle of an epoch."""
+    def _begun_epoch(self, module: TrainModule) -> tuple[dict[str, Any], Any] | None:
+        """Where an earlier fit of this module has left its data, in the middle of an epoch, and this rank's own place."""
         if self.data is None or self.progress.epoch_done or self._prepared is None or self._prepared[0] is not module:
             return None
-        return self.data.state_dict()
+        return self.data.state_dict(), self.data.own_state()
 
     def _warn_of_what_cannot_be(self) -> None:
         """Says where training will not do what the arguments ask for."""

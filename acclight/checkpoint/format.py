@@ -6,7 +6,7 @@ step-00000120/
   trainer.json  optimizer.json  schedulers.json  data.json
   model/  optimizer/  tensors/     *.safetensors; tensors/ holds what the JSON files refer to
   averaged/                        *.safetensors, where weights were averaged: those that differ from the ones in model/
-  rng/rank-00000.json              and .safetensors, one per rank
+  rng/rank-00000.json              and .safetensors, one per rank: its random state, and the place of its own loader or dataset
 ```
 Only JSON and safetensors; nothing here is ever imported, called or unpickled.
 """

@@ -85,7 +85,7 @@ def take(trainer: Trainer, path: Path, *, weights_only: bool, copy: bool) -> Wri
         trainer=document,
         schedulers=[] if weights_only else [dict(c.scheduler.state_dict()) for c in trainer.lr_scheduler_configs],
         data=trainer.data.state_dict() if trainer.data is not None else {},
-        rng={} if weights_only else trainer.paused_random_state or random_state(),
+        rng={} if weights_only else _of_this_rank(trainer),
         averaged=averaged,
         copy=copy,
     )
@@ -177,6 +177,12 @@ def restore(trainer: Trainer, reader: Reader) -> None:
     state = reader.rng(trainer.global_rank)
     if state is not None:
         set_random_state(state)
+        if (
+            trainer.data is not None
+            and trainer.world_size == document["world_size"]
+            and not _loaders_come_anew(trainer)
+        ):
+            trainer.data.load_own_state(state.get("data"))
 
 
 def restore_position(trainer: Trainer, reader: Reader) -> None:
@@ -186,11 +192,21 @@ def restore_position(trainer: Trainer, reader: Reader) -> None:
     trainer.progress.load_state_dict(reader.trainer["progress"])
     if trainer.data is None:
         return
-    if trainer.progress.epoch_done and trainer.reload_dataloaders_every_n_epochs:
+    if _loaders_come_anew(trainer):
         # The loader of the next epoch may well be another one.
         trainer.data.seed = reader.data["seed"]
     else:
         trainer.data.load_state_dict(reader.data)
+
+
+def _loaders_come_anew(trainer: Trainer) -> bool:
+    return trainer.progress.epoch_done and bool(trainer.reload_dataloaders_every_n_epochs)
+
+
+def _of_this_rank(trainer: Trainer) -> dict[str, Any]:
+    """What differs between the ranks: the random state, and where the loader or the dataset itself says that it is."""
+    place = None if trainer.data is None else trainer.data.own_state()
+    return {**(trainer.paused_random_state or random_state()), **({} if place is None else {"data": place})}
 
 
 def find(trainer: Trainer, ckpt_path: str | Path | None) -> Reader | None:

@@ -114,6 +114,9 @@ class DispatchReader:
         sent: tuple[tuple[Any, Dealt] | None, bool, str | None] = self._scatter([(part, last, None) for part in made])
         return sent
 
+    def restore(self, state: Any) -> None:
+        """See `Reader`: rank 0 walks over what was used before."""
+
     def close(self) -> None:
         """See `Reader`."""
         self._own.close()

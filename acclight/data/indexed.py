@@ -111,6 +111,9 @@ class IndexedReader:
             dealt = given.popleft()
             yield batch, Dealt(dealt.entry, dealt.samples * self._share)
 
+    def restore(self, state: Any) -> None:
+        """See `Reader`: the position says it all."""
+
     def close(self) -> None:
         """See `Reader`."""
         self._loader._iterator = None

@@ -31,10 +31,12 @@ class Dealt(NamedTuple):
         entry: What the index sampler gives for this rank's batch: a list of indices, or one index where the loader
             does not batch; None where there are no indices (streams).
         samples: Samples of the round over all ranks, repeated ones not counted.
+        state: Where the rank's loader or dataset says that it is afterwards, for `Reader.restore`; None where it says nothing.
     """
 
     entry: Any
     samples: int
+    state: Any = None
 
 
 class Reader(Protocol):
@@ -52,8 +54,16 @@ class Reader(Protocol):
     def read(self, start: int, at_most: int | None) -> Iterator[tuple[Any, Dealt]]:
         """This rank's batches from position `start` on, `at_most` so many."""
 
+    def restore(self, state: Any) -> None:
+        """The next `read` begins where a `Dealt.state` of this rank was taken, which goes there at once where it can."""
+
     def close(self) -> None:
         """Ends the worker processes that are kept between epochs."""
+
+
+def keeps_state(part: object) -> bool:
+    """Whether a loader or a dataset can say where it is, and go there again: by `state_dict` and `load_state_dict`."""
+    return callable(getattr(part, "state_dict", None)) and callable(getattr(part, "load_state_dict", None))
 
 
 def size_of(thing: object) -> int | None:
@@ -116,13 +126,14 @@ def rank_identity(loader: object) -> dict[str, str]:
     """What may tell this rank's loader from another rank's; ranks where it differs were each given data of their own.
 
     That is the length of a map-style dataset, as ranks cannot share an order if lengths differ, and the length and the
-    plain attributes of a stream (IterableDataset). Empty for plain iterables, which are each rank's own anyway.
+    plain attributes of a stream (IterableDataset) that keeps no state: those of one that does may say where this rank is.
+    Empty for plain iterables, which are each rank's own anyway.
     """
     if not isinstance(loader, DataLoader):
         return {}
     dataset = loader.dataset
     attributes: dict[str, Any] = {"len()": size_of(dataset)}
-    if isinstance(dataset, IterableDataset):
+    if isinstance(dataset, IterableDataset) and not keeps_state(dataset):
         attributes.update(vars(dataset))
     return {name: _short_text(value) for name, value in attributes.items()}
 

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain, islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.utils.data._utils.worker as torch_worker
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
 from acclight.data.draws import OwnDraws, derive_seed
-from acclight.data.loader import Dealt, Differs, digest, reading_copy, size_of
+from acclight.data.loader import Dealt, Differs, digest, keeps_state, reading_copy, size_of
 from acclight.data.workers import StreamWorkerInfo, seed_each_batch
+from acclight.messages import info
 
 LOOKED_AT = 8
 """So many first elements tell whether the ranks walk the same stream."""
@@ -31,6 +33,44 @@ class _StreamStart:
         torch_worker._worker_info = info
         if self._user is not None:
             self._user(turn)
+
+
+class _Place(NamedTuple):
+    """Where one walk of a dataset that keeps its state is.
+
+    Attributes:
+        walked: Elements behind it.
+        state: What the dataset's state_dict has given there.
+    """
+
+    walked: int
+    state: Any
+
+
+class _Placed(NamedTuple):
+    """A worker's batch, and where its walk is afterwards.
+
+    Attributes:
+        batch: What the user's `collate_fn` has made.
+        turn: The worker's number, see `StreamWorkerInfo`.
+        place: Of its walk.
+    """
+
+    batch: Any
+    turn: int
+    place: _Place | None
+
+
+class _CollateAndPlace:
+    """`collate_fn` in a worker: the user's, and with its batch the place of the walk."""
+
+    def __init__(self, collate: Callable[[Any], Any]) -> None:
+        self._collate = collate
+
+    def __call__(self, samples: Any) -> Any:
+        batch = self._collate(samples)
+        info: Any = get_worker_info()
+        return _Placed(batch, info.id, info.stream.place())
 
 
 class SharedStream(IterableDataset[Any]):
@@ -65,11 +105,18 @@ class SharedStream(IterableDataset[Any]):
         """Elements over all ranks that were used before."""
         self.settle: Callable[[list[Any]], None] | None = None
         """In the main process, where `own` is None: takes the first elements and sets it."""
+        self.places: dict[int, _Place] = {}
+        """Where the walks begin, by the worker's number (0 in the main process); the others begin at the start."""
+        self._walked = self._opened = 0
 
     @property
     def rounds_before(self) -> int:
         """Batches of this rank that were used before."""
         return self.start // (self._batch_size * self._world)
+
+    def place(self) -> _Place | None:
+        """Where the walk in this process is; None while the dataset is ahead of it."""
+        return None if self._walked < self._opened else _Place(self._walked, copy.deepcopy(self.dataset.state_dict()))  # type: ignore[attr-defined]
 
     def first(self) -> list[Any]:
         """The first elements, as a walk from the start gives them."""
@@ -90,6 +137,10 @@ class SharedStream(IterableDataset[Any]):
     def _mine(self, worker: StreamWorkerInfo | None, draws: OwnDraws) -> Iterator[Any]:
         place, workers = (worker.place, worker.number) if worker else (0, 1)
         elements: Iterable[Any] = self.dataset  # type: ignore[assignment]  # torch's Dataset does not declare __iter__
+        begun = self.places.get(worker.id if worker else 0)
+        if begun is not None:
+            self.dataset.load_state_dict(begun.state)  # type: ignore[attr-defined]
+        self._walked, self._opened = 0 if begun is None else begun.walked, 0
         if self.settle is not None:
             # Not opened twice: the dataset may hold what can be read but once.
             elements, ahead = iter(elements), []
@@ -97,12 +148,13 @@ class SharedStream(IterableDataset[Any]):
                 draws.forget_pair()
                 ahead.append(element)
             self.settle(ahead)
-            elements = chain(ahead, elements)
+            elements, self._opened = chain(ahead, elements), len(ahead)
         rank, world = (0, 1) if self.own else (self._rank, self._world)
         skip = self.start * world // self._world
-        for index, element in enumerate(elements):
+        for index, element in enumerate(elements, start := self._walked):
             draws.forget_pair()
-            if index == 0 and worker and worker.asked_for_number:
+            self._walked = index + 1
+            if index == start and worker and worker.asked_for_number:
                 # Its own part: as much of it was used as this worker gave batches; no other worker walks it.
                 skip = -(-max(self.rounds_before - worker.id, 0) // worker.number) * self._batch_size * world
                 place, workers = 0, 1
@@ -144,6 +196,7 @@ class StreamReader:
         own: Whether the dataset says that it gives this rank its own share already.
         differs: Whether a value differs between the ranks, which all have to ask; None leaves the streams unlooked at.
         whole_batches: Whether batches are those of one process alone, dealt out in turn; else single elements are.
+        tells_place: Whether each batch comes with the dataset's own state, where it keeps one.
     """
 
     def __init__(
@@ -155,6 +208,7 @@ class StreamReader:
         own: bool,
         differs: Differs | None = None,
         whole_batches: bool,
+        tells_place: bool = False,
     ) -> None:
         batch_size = loader.batch_size or 1
         asks = differs is not None and world_size > 1 and not own
@@ -172,9 +226,12 @@ class StreamReader:
         self._round = Dealt(None, batch_size * world_size)
         self._rank, self._own, self._differs = rank, own, differs
         self._worker_seed = 0
+        self._keeps_state = tells_place and keeps_state(loader.dataset)
+        self._state: dict[str, Any] | None = None  # what `restore` was given
 
     def begin(self, seed: int, epoch: int) -> None:
         """See `Reader`."""
+        self._state = None
         self._stream.seed = derive_seed(seed, epoch, "stream", self._rank if self._own else 0)
         self._worker_seed = derive_seed(seed, epoch, "workers", self._rank)
 
@@ -187,9 +244,12 @@ class StreamReader:
         return start // self._round.samples
 
     def read(self, start: int, at_most: int | None) -> Iterator[tuple[Any, Dealt]]:
-        """See `Reader`. What was used before is walked over, not collated."""
+        """See `Reader`. What was used before is walked over, not collated, unless the dataset has kept its state."""
         self.close()
         self._stream.start = start
+        places = self._stream.places = self._places_told() if start else {}
+        if start and not places:
+            info(f"walking over {start} elements of the training stream, to where training goes on")
         if self._stream.own is None and self._loader.num_workers > 0:
             self._settle(self._digest_of_a_worker())
         elif self._stream.own is None:
@@ -199,10 +259,36 @@ class StreamReader:
             seed=self._worker_seed,
             first=self._stream.rounds_before,
             start=self._start,
-            collate=self._collate,
+            collate=_CollateAndPlace(self._collate) if self._keeps_state else self._collate,
         )
         for batch in islice(self._loader, at_most):
-            yield batch, self._round
+            if not self._keeps_state:
+                yield batch, self._round
+                continue
+            if isinstance(batch, _Placed):
+                batch, turn, place = batch
+            else:
+                turn, place = 0, self._stream.place()
+            if place is not None:
+                places = {**places, turn: place}
+            yield batch, self._round._replace(state=self._as_state(places))
+
+    def restore(self, state: Any) -> None:
+        """See `Reader`."""
+        self._state = state
+
+    def _as_state(self, places: dict[int, _Place]) -> Any:
+        known = [[turn, *place] for turn, place in sorted(places.items())]
+        return {"workers": self._loader.num_workers, "own": self._stream.own, "places": known}
+
+    def _places_told(self) -> dict[int, _Place]:
+        """Where the walks begin, as `restore` was told; nowhere with another number of workers."""
+        state, self._state = self._state, None
+        if state is None or not self._keeps_state or state["workers"] != self._loader.num_workers:
+            return {}
+        # Whether the ranks' streams differ was found out at their start, and cannot be here.
+        self._stream.own = state["own"]
+        return {turn: _Place(walked, own) for turn, walked, own in state["places"]}
 
     def _settle(self, own: str | None) -> None:
         assert self._differs is not None
@@ -233,9 +319,12 @@ class PlainReader:
 
     def __init__(self, batches: Iterable[Any], *, world_size: int) -> None:
         self._batches, self._world = batches, world_size
+        self._keeps_state = keeps_state(batches)
+        self._state: Any = None  # what `restore` was given
 
     def begin(self, seed: int, epoch: int) -> None:
         """See `Reader`: the order is the iterable's own."""
+        self._state = None
 
     def count(self, start: int) -> int | None:
         """See `Reader`."""
@@ -249,8 +338,19 @@ class PlainReader:
     def read(self, start: int, at_most: int | None) -> Iterator[tuple[Any, Dealt]]:
         """See `Reader`."""
         skip = self.batches_before(start)
+        if self._state is not None and self._keeps_state and skip:
+            self._batches.load_state_dict(self._state)  # type: ignore[attr-defined]
+            skip = 0
+        elif skip and size_of(self._batches) is None:
+            info(f"walking over {skip} batches of the training loader, to where training goes on")
+        self._state = None
         for batch in islice(self._batches, skip, None if at_most is None else skip + at_most):
-            yield batch, Dealt(None, self._world)
+            state = copy.deepcopy(self._batches.state_dict()) if self._keeps_state else None  # type: ignore[attr-defined]
+            yield batch, Dealt(None, self._world, state)
+
+    def restore(self, state: Any) -> None:
+        """See `Reader`."""
+        self._state = state
 
     def close(self) -> None:
         """See `Reader`: nothing is kept."""

@@ -106,6 +106,7 @@ class TrainData:
         self._agreed = False
         self._least: int | None = None  # what every rank has of the epoch, once they have agreed
         self._ahead: deque[Dealt] = deque()  # what was read, but not yet trained on
+        self._own_state: Any = None  # where the loader or the dataset itself says that this rank is
         parts = split(loader, world_size) if split_batches else loader
         sizes = (getattr(one, "batch_size", None) for one in (parts, getattr(parts, "batch_sampler", None)))
         self.batch_size: int | None = next((size for size in sizes if isinstance(size, int)), None)
@@ -116,8 +117,9 @@ class TrainData:
             self._reader = PlainReader(parts, world_size=world_size)
         elif isinstance(parts.dataset, IterableDataset):
             self._reader = StreamReader(
-                parts, rank=rank, world_size=world_size, own=self._own, differs=differs, whole_batches=False
-            )
+                parts, rank=rank, world_size=world_size, own=self._own, differs=differs, whole_batches=False,
+                tells_place=True,
+            )  # fmt: skip
             if dispatched and rank == 0:
                 source = StreamSource(parts, world_size=world_size, whole_batches=False)
         else:
@@ -194,7 +196,9 @@ class TrainData:
         if batches > len(self._ahead):
             raise ValueError(f"consumed({batches}): only {len(self._ahead)} batches have been read and not counted")
         for _ in range(batches):
-            self._samples += self._ahead.popleft().samples
+            dealt = self._ahead.popleft()
+            self._samples += dealt.samples
+            self._own_state = dealt.state
         self.batches_done += batches
 
     def samples(self, ahead: int) -> int | None:
@@ -238,6 +242,16 @@ class TrainData:
         self._enter(state["epoch"], state["samples"])
         self._restored = True
 
+    def own_state(self) -> Any:
+        """Where this rank's loader or dataset itself says that it is, beside `state_dict`; None where it says nothing."""
+        return self._own_state
+
+    def load_own_state(self, state: Any) -> None:
+        """After `load_state_dict`, with as many ranks: lets the loader or dataset go to its place by itself."""
+        if state is not None:
+            self._own_state = state
+            self._reader.restore(state)
+
     def close(self) -> None:
         """Ends the worker processes that the loader keeps between epochs."""
         self._reader.close()
@@ -248,6 +262,7 @@ class TrainData:
         self.epoch, self._samples = epoch, samples
         self.batches_done = self._reader.batches_before(samples) if samples else 0
         self._begun, self._restored = True, False
+        self._own_state = None
         self._ahead.clear()
 
     def _most_left(self) -> int | None:

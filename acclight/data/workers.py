@@ -80,12 +80,14 @@ class StreamWorkerInfo:
 
     Attributes:
         place: The worker's real number.
+        stream: What the loader reads, which holds the user's dataset.
         asked_for_number: Whether anyone has read `num_workers`.
     """
 
     def __init__(self, info: Any, turn: int) -> None:
         self.id = turn
         self.place: int = info.id
+        self.stream = info.dataset
         self.dataset = info.dataset.dataset
         self.asked_for_number = False
         self._info = info
