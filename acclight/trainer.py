@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from accelerate import Accelerator, ParallelismConfig
     from accelerate.tracking import GeneralTracker
 
-    from acclight.checkpoint.reader import Reader
+    from acclight.checkpoint.reader import Source
     from acclight.data import EvalData, TrainData
     from acclight.datamodule import DataModule
     from acclight.loggers import Logger
@@ -295,7 +295,9 @@ class Trainer:
             val_dataloaders: One validation loader, a list or a dict of them.
             datamodule: Gives both loaders.
             ckpt_path: A checkpoint folder, "last" (the newest), "best", or "auto" (the newest good one, or a fresh start). What
-                belongs after the step of the checkpoint and had not happened, such as its validation, comes first.
+                belongs after the step of the checkpoint and had not happened, such as its validation, comes first. Also a folder
+                of `accelerate.Accelerator.save_state`, whose training goes on but for random states and the place in the data,
+                or a file with weights (Lightning's .ckpt, a state_dict of torch's, .safetensors), from which training begins.
         """
         train_dataloaders, datamodule = arguments.loaders_and_datamodule(
             "fit", "train_dataloaders", train_dataloaders, datamodule
@@ -324,7 +326,7 @@ class Trainer:
                 info(f"resumed from {reader.path} at step {self.global_step}")
             assert self.validation is not None
             self._loop = FitLoop(self, self.core, module, self.data, self.validation)
-            announce(self, resumed=reader is not None and not reader.trainer["weights_only"])
+            announce(self, resumed=reader is not None and bool(reader.data) and not reader.trainer["weights_only"])
             self._warn_of_what_cannot_be()
             for call in self.hooks.on_fit_start:
                 call()
@@ -750,7 +752,7 @@ class Trainer:
         if self.datamodule is not None:
             self.datamodule.trainer = None
 
-    def _prepare(self, *, training: bool, resumed: Reader | None = None) -> None:
+    def _prepare(self, *, training: bool, resumed: Source | None = None) -> None:
         """Creates the model's last parts and the optimizers, and wraps them; a module that is wrapped already stays so.
 
         Args:
@@ -782,7 +784,7 @@ class Trainer:
         self.manual = ManualOptimization(self)
         self._prepared = module, training
 
-    def _first_counts(self, module: TrainModule, reader: Reader | None) -> Counts:
+    def _first_counts(self, module: TrainModule, reader: Source | None) -> Counts:
         """Where the fit that comes will begin."""
         if reader is not None and not reader.trainer.get("weights_only"):
             counts = Counts()

@@ -155,13 +155,11 @@ def test_a_prediction_needs_a_step_or_a_forward() -> None:
 
 
 def test_what_is_no_checkpoint_to_resume_from(tmp_path: Path) -> None:
-    (tmp_path / "old.ckpt").write_text("x")
     (tmp_path / "hf").mkdir()
     (tmp_path / "hf" / "config.json").write_text("{}")
     (tmp_path / "other").mkdir()
     for name, message in {
         "nowhere": "does not exist: give a checkpoint's folder, 'last', 'best' or 'auto'",
-        "old.ckpt": "is a file, and a checkpoint is a folder: of Lightning's, load the weights alone",
         "hf": "is a Hugging Face folder, which cannot be resumed: give it to TransformersModule",
         "other": "holds no manifest.json, so that it is no checkpoint",
     }.items():

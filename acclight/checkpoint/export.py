@@ -13,6 +13,7 @@ import torch
 from acclight.checkpoint import format as layout
 from acclight.checkpoint.errors import CheckpointError
 from acclight.checkpoint.files import read_json
+from acclight.checkpoint.foreign import read_weights
 from acclight.checkpoint.stored import SUFFIX, read_document, read_tensors, stored_tensors, tied_names
 from acclight.checkpoint.values import decode
 
@@ -29,14 +30,22 @@ def load_weights(path: str | os.PathLike[str], *, averaged: bool = False) -> dic
     Takes the memory of one model. What a module's `get_extra_state` gave is there too, as plain values and tensors.
 
     Args:
-        path: the checkpoint.
+        path: the checkpoint; or a file with weights that others have written: a .ckpt of Lightning's, a state_dict saved by
+            torch, or a .safetensors file. Nothing in it is imported or called.
         averaged: the weights that a callback (`EMAWeightAveraging`, `WeightAveraging`) has averaged, in place of those
             that training goes on with; in the types of the latter.
 
     Raises:
-        CheckpointError: the checkpoint is damaged (the message names the file), or holds no averaged weights.
+        CheckpointError: the checkpoint is damaged (the message names the file), holds no averaged weights, or is a file with
+            more in it than tensors and plain values.
     """
     path = layout.as_folder(path)
+    if path.is_file():
+        if averaged:
+            raise CheckpointError(
+                f"{path} is no checkpoint of acclight's and has no averaged weights: leave out averaged=True."
+            )
+        return read_weights(path)[0]
     weights, tied, _ = _read(path, averaged=averaged)
     tensors = read_tensors(path / layout.TENSORS_FOLDER, prefix="trainer.extra_state.")
     extra_state: dict[str, Any] = decode(read_json(path / layout.TRAINER).get("extra_state", {}), tensors)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -21,22 +22,88 @@ from acclight.checkpoint.stored import (
     tied_names,
 )
 
+if TYPE_CHECKING:
+    from acclight.trainer import Trainer
 
-class Reader:
-    """A checkpoint, opened on all ranks. Making one and its `load_*` methods are collective.
+
+class Source(ABC):
+    """What a fit goes on from, or an evaluation takes its weights from, opened on all ranks. `load_*` are collective.
+
+    Attributes:
+        path: The folder or file.
+        trainer: What trainer.json holds, with its tensors whole and on the CPU.
+        optimizer_meta: What optimizer.json holds.
+        schedulers: Their states, in the order of configure_optimizers.
+        data: The place in the data; empty where that is not known.
+        model_tensors: name -> shape and dtype of what `load_model` reads.
+        optimizer_tensors: likewise for `load_optimizer`.
+        averaged_tensors: likewise for `load_averaged`; empty where no weights were averaged.
+        left_out: What a resumed fit does not get back and a user would expect, one sentence each.
+    """
+
+    path: Path
+    trainer: dict[str, Any]
+    optimizer_meta: dict[str, Any]
+    schedulers: list[Any]
+    data: dict[str, Any]
+    model_tensors: dict[str, StoredTensor]
+    optimizer_tensors: dict[str, StoredTensor]
+    averaged_tensors: dict[str, StoredTensor]
+    left_out: Sequence[str] = ()
+    _tied: dict[str, str]
+
+    def name_state(self, trainer: Trainer) -> None:  # noqa: B027  # a checkpoint that holds all names has nothing to do
+        """Gives what the source holds by number the names of this run, whose optimizers and weights are there. Collective."""
+
+    def load_model(self, into: Mapping[str, torch.Tensor]) -> None:
+        """Fill `into` (name -> DTensor or plain tensor, on any device) in place with the model's tensors. Collective.
+
+        A tied weight may be given under its kept name, an alias, or both. Values are converted to the dtype of `into`.
+
+        Raises:
+            CheckpointError: on every rank and before anything is loaded, naming what is missing, unexpected, or of
+                another shape.
+        """
+        self._load(self.path / layout.MODEL_FOLDER, into, self.model_tensors, self._tied)
+
+    def load_optimizer(self, into: Mapping[str, torch.Tensor]) -> None:
+        """Fill `into` ("<parameter name>/<state key>" -> tensor) in place; otherwise as `load_model`. Collective."""
+        self._load(self.path / layout.OPTIMIZER_FOLDER, into, self.optimizer_tensors, {})
+
+    def load_averaged(self, into: Mapping[str, torch.Tensor]) -> set[str]:
+        """Fill those tensors of `into` in place of which the checkpoint holds averaged values. Collective.
+
+        Returns:
+            Their names in `into`.
+        """
+        known = {name: tensor for name, tensor in into.items() if self._tied.get(name, name) in self.averaged_tensors}
+        wanted = {self._tied.get(name, name) for name in known}
+        stored = {name: tensor for name, tensor in self.averaged_tensors.items() if name in wanted}
+        self._load(self.path / layout.AVERAGED_FOLDER, known, stored, self._tied)
+        return set(known)
+
+    def _load(
+        self, path: Path, into: Mapping[str, torch.Tensor], stored: Mapping[str, StoredTensor], tied: Mapping[str, str]
+    ) -> None:
+        rounds = agree(f"loading {path}", lambda: _match(path, into, stored, tied))
+        for number in range(max(gather(len(rounds)))):
+            self._fill(path, rounds[number] if number < len(rounds) else {})
+
+    @abstractmethod
+    def _fill(self, path: Path, into: Mapping[str, torch.Tensor]) -> None:
+        """Fill tensors in place with what `path`, a part of this source, holds under their names. Collective."""
+
+    def rng(self, rank: int) -> dict[str, Any] | None:
+        """The random state that `rank` gave; None when the checkpoint was written by fewer ranks."""
+        return None
+
+
+class Reader(Source):
+    """A checkpoint of acclight's own. Making one is collective.
 
     Args:
         path: the checkpoint's folder.
         verify: compare every file with its SHA-256, each on one rank. Form, sizes and names are always checked.
-
-    Attributes:
-        trainer: trainer.json, with its tensors whole and on the CPU.
-        optimizer_meta: optimizer.json.
-        schedulers: schedulers.json.
-        data: data.json.
-        model_tensors: name -> shape and dtype of what `load_model` reads.
-        optimizer_tensors: likewise for `load_optimizer`.
-        averaged_tensors: likewise for `load_averaged`; empty where no weights were averaged.
 
     Raises:
         CheckpointError: on every rank, naming the file and what is wrong with it.
@@ -66,54 +133,21 @@ class Reader:
     def _open(self) -> None:
         tensors = read_tensors(self.path / layout.TENSORS_FOLDER)
         documents = {name: read_document(self.path / name, kind, tensors) for name, kind in layout.DOCUMENTS.items()}
-        self.trainer: dict[str, Any] = documents[layout.TRAINER]
-        self.optimizer_meta: dict[str, Any] = documents[layout.OPTIMIZER]
-        self.schedulers: list[Any] = documents[layout.SCHEDULERS]
-        self.data: dict[str, Any] = documents[layout.DATA]
-        self.model_tensors: dict[str, StoredTensor] = stored_tensors(self.path / layout.MODEL_FOLDER)
-        self.optimizer_tensors: dict[str, StoredTensor] = stored_tensors(self.path / layout.OPTIMIZER_FOLDER)
+        self.trainer = documents[layout.TRAINER]
+        self.optimizer_meta = documents[layout.OPTIMIZER]
+        self.schedulers = documents[layout.SCHEDULERS]
+        self.data = documents[layout.DATA]
+        self.model_tensors = stored_tensors(self.path / layout.MODEL_FOLDER)
+        self.optimizer_tensors = stored_tensors(self.path / layout.OPTIMIZER_FOLDER)
         self.averaged_tensors = averaged_tensors(self.path / layout.AVERAGED_FOLDER, self.model_tensors)
         self._tied = tied_names(self.trainer, self.model_tensors, self.path / layout.TRAINER)
 
-    def load_model(self, into: Mapping[str, torch.Tensor]) -> None:
-        """Fill `into` (name -> DTensor or plain tensor, on any device) in place with the model's tensors. Collective.
-
-        A tied weight may be given under its kept name, an alias, or both. Values are converted to the dtype of `into`.
-
-        Raises:
-            CheckpointError: on every rank and before anything is loaded, naming what is missing, unexpected, or of
-                another shape.
-        """
-        self._load(layout.MODEL_FOLDER, into, self.model_tensors, self._tied)
-
-    def load_optimizer(self, into: Mapping[str, torch.Tensor]) -> None:
-        """Fill `into` ("<parameter name>/<state key>" -> tensor) in place; otherwise as `load_model`. Collective."""
-        self._load(layout.OPTIMIZER_FOLDER, into, self.optimizer_tensors, {})
-
-    def load_averaged(self, into: Mapping[str, torch.Tensor]) -> set[str]:
-        """Fill those tensors of `into` in place of which the checkpoint holds averaged values. Collective.
-
-        Returns:
-            Their names in `into`.
-        """
-        known = {name: tensor for name, tensor in into.items() if self._tied.get(name, name) in self.averaged_tensors}
-        wanted = {self._tied.get(name, name) for name in known}
-        stored = {name: tensor for name, tensor in self.averaged_tensors.items() if name in wanted}
-        self._load(layout.AVERAGED_FOLDER, known, stored, self._tied)
-        return set(known)
-
-    def _load(
-        self, folder: str, into: Mapping[str, torch.Tensor], stored: Mapping[str, StoredTensor], tied: Mapping[str, str]
-    ) -> None:
+    def _fill(self, path: Path, into: Mapping[str, torch.Tensor]) -> None:
         from acclight.checkpoint.shards import load_tensors
 
-        path = self.path / folder
-        rounds = agree(f"loading {path}", lambda: _match(path, into, stored, tied))
-        for number in range(max(gather(len(rounds)))):
-            load_tensors(path, rounds[number] if number < len(rounds) else {})
+        load_tensors(path, into)
 
     def rng(self, rank: int) -> dict[str, Any] | None:
-        """The random state that `rank` gave; None when the checkpoint was written by fewer ranks."""
         return layout.read_rng(self.path, rank)
 
 

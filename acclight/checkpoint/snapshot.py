@@ -15,10 +15,12 @@ import torch
 from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 
 import acclight
+from acclight.checkpoint.accelerate_state import AccelerateFolder, holds_weights, refuse_shards
 from acclight.checkpoint.errors import CheckpointError
+from acclight.checkpoint.foreign import WeightsFile, is_extra_state
 from acclight.checkpoint.format import MANIFEST, default_folders
 from acclight.checkpoint.ranks import agree, meet
-from acclight.checkpoint.reader import Reader
+from acclight.checkpoint.reader import Reader, Source
 from acclight.checkpoint.writer import Writing, begin
 from acclight.messages import info, warn
 
@@ -71,7 +73,7 @@ def take(trainer: Trainer, path: Path, *, weights_only: bool, copy: bool) -> Wri
     averaged = {} if averaging is None else averaging.averaged_state(trainer)
     # A save from inside a validation still holds what training goes on with.
     whole |= {} if averaging is None else averaging.raw_state(trainer)
-    extra_state = {name: whole.pop(name) for name in list(whole) if _is_extra_state(name)}
+    extra_state = {name: whole.pop(name) for name in list(whole) if is_extra_state(name)}
     model, tied = _untie(trainer, whole)
     state = {} if weights_only else strategy.optimizer_state(module, trainer.optimizers)
     tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
@@ -126,7 +128,7 @@ def _document(
     return document
 
 
-def restore(trainer: Trainer, reader: Reader) -> None:
+def restore(trainer: Trainer, reader: Source) -> None:
     """Brings a fit back to where a checkpoint was written. Collective.
 
     Args:
@@ -139,6 +141,9 @@ def restore(trainer: Trainer, reader: Reader) -> None:
     if document.get("weights_only"):
         warn(f"{reader.path} holds weights only: optimizers, step and data start anew")
         return
+    reader.name_state(trainer)
+    for sentence in reader.left_out:
+        warn(sentence)
     saved = {name: (tuple(t.shape), t.dtype) for name, t in reader.optimizer_tensors.items()}
     groups = reader.optimizer_meta["groups"]
     _restore_groups(trainer, groups)
@@ -165,10 +170,10 @@ def restore(trainer: Trainer, reader: Reader) -> None:
         # Where the run lies may have another path on another machine.
         if logger.version != (decided := trainer.core.broadcast_object(logger.version)):
             logger.version = decided
-    if trainer.datamodule is not None:
+    if trainer.datamodule is not None and "datamodule" in document:
         trainer.datamodule.load_state_dict(document["datamodule"])
     restore_position(trainer, reader)
-    if trainer.world_size > document["world_size"]:
+    if trainer.world_size > document.get("world_size", trainer.world_size):
         # Rank 0, which alone warns, has a state of its own.
         warn(
             f"{reader.path} holds the random states of {document['world_size']} of the {trainer.world_size} ranks; the others "
@@ -185,12 +190,12 @@ def restore(trainer: Trainer, reader: Reader) -> None:
             trainer.data.load_own_state(state.get("data"))
 
 
-def restore_position(trainer: Trainer, reader: Reader) -> None:
+def restore_position(trainer: Trainer, reader: Source) -> None:
     """Goes to the step, the epoch and the place in the data where a checkpoint was written, unless it holds weights only."""
     if reader.trainer.get("weights_only"):
         return
     trainer.progress.load_state_dict(reader.trainer["progress"])
-    if trainer.data is None:
+    if trainer.data is None or not reader.data:
         return
     if _loaders_come_anew(trainer):
         # The loader of the next epoch may well be another one.
@@ -209,8 +214,8 @@ def _of_this_rank(trainer: Trainer) -> dict[str, Any]:
     return {**(trainer.paused_random_state or random_state()), **({} if place is None else {"data": place})}
 
 
-def find(trainer: Trainer, ckpt_path: str | Path | None) -> Reader | None:
-    """Opens what `ckpt_path` names: a folder, "last", "best" or "auto" (None when there is nothing yet). Collective."""
+def find(trainer: Trainer, ckpt_path: str | Path | None) -> Source | None:
+    """Opens what `ckpt_path` names: a path, "last", "best" or "auto" (None when there is nothing yet). Collective."""
     if ckpt_path is None:
         return None
     if ckpt_path == "best":
@@ -219,8 +224,7 @@ def find(trainer: Trainer, ckpt_path: str | Path | None) -> Reader | None:
             raise ValueError("ckpt_path='best', but no ModelCheckpoint of this Trainer has saved anything yet")
         return Reader(best)
     if ckpt_path not in ("auto", "last"):
-        agree("looking at ckpt_path", lambda: _check_folder(Path(ckpt_path)))
-        return Reader(ckpt_path)
+        return _open(trainer, Path(ckpt_path))
     folders = _folders(trainer)
     reader = Reader.latest(*folders)
     if reader is None and ckpt_path == "last":
@@ -228,25 +232,33 @@ def find(trainer: Trainer, ckpt_path: str | Path | None) -> Reader | None:
     return reader
 
 
-def _check_folder(path: Path) -> None:
-    """Raises CheckpointError for what is no checkpoint at all, and says what to give instead."""
+def _open(trainer: Trainer, path: Path) -> Source:
+    """Opens a checkpoint, or what others have written. Collective."""
+    kind = agree("looking at ckpt_path", lambda: _kind(path))
+    if kind is WeightsFile:
+        return WeightsFile(path, trainer.module)
+    return AccelerateFolder(path, trainer) if kind is AccelerateFolder else Reader(path)
+
+
+def _kind(path: Path) -> type[Source]:
+    """What wrote a path; raises CheckpointError for what cannot be loaded at all, and says what to give instead."""
     given = f"ckpt_path={str(path)!r}"
     if not path.exists():
         raise CheckpointError(f"{given} does not exist: give a checkpoint's folder, 'last', 'best' or 'auto'")
     if not path.is_dir():
-        raise CheckpointError(
-            f"{given} is a file, and a checkpoint is a folder: of Lightning's, load the weights alone, before fit, by "
-            "module.load_state_dict(torch.load(path)['state_dict'])"
-        )
+        return WeightsFile
     if (path / MANIFEST).exists():
-        return
+        return Reader
+    refuse_shards(path)
+    if holds_weights(path):
+        return AccelerateFolder
     if (path / "config.json").exists():
         raise CheckpointError(
             f"{given} is a Hugging Face folder, which cannot be resumed: give it to TransformersModule or from_pretrained"
         )
     raise CheckpointError(
-        f"{given} holds no {MANIFEST}, so that it is no checkpoint, or was never committed: give a checkpoint's folder, "
-        "'last', 'best' or 'auto'"
+        f"{given} holds no {MANIFEST}, so that it is no checkpoint, or was never committed: give a checkpoint's folder, one that "
+        "Accelerator.save_state has written, a file with weights, 'last', 'best' or 'auto'"
     )
 
 
@@ -258,7 +270,7 @@ def _folders(trainer: Trainer) -> list[Path]:
     return list(dict.fromkeys(path.resolve() for path in folders))
 
 
-def restore_weights(trainer: Trainer, reader: Reader) -> None:
+def restore_weights(trainer: Trainer, reader: Source) -> None:
     """Loads the weights alone, and lets the module and the callbacks see what they added. Collective.
 
     An evaluation gets the averaged weights, where the checkpoint has them and a callback of the Trainer averages.
@@ -275,7 +287,7 @@ def restore_weights(trainer: Trainer, reader: Reader) -> None:
     averaged = averaging is not None and trainer.state != "fit" and bool(reader.trainer.get("averaged_updates"))
 
     def read(into: dict[str, torch.Tensor]) -> None:
-        own = {name: tensor for name, tensor in into.items() if not _is_extra_state(name)}
+        own = {name: tensor for name, tensor in into.items() if not is_extra_state(name)}
         reader.load_model(own)
         if averaged:
             reader.load_averaged(own)
@@ -287,11 +299,6 @@ def restore_weights(trainer: Trainer, reader: Reader) -> None:
         info(f"{trainer.state}: the averaged weights of {reader.path}")
     for name, part in takers.items():
         part.set_extra_state(saved[name])
-
-
-def _is_extra_state(name: str) -> bool:
-    """Whether an entry of a state_dict is what a module's own `get_extra_state` gives: any value, not a tensor to fill."""
-    return name.rpartition(".")[2] == _EXTRA_STATE_KEY_SUFFIX
 
 
 def _takers_of_extra_state(module: torch.nn.Module) -> dict[str, torch.nn.Module]:
@@ -307,19 +314,12 @@ def _takers_of_extra_state(module: torch.nn.Module) -> dict[str, torch.nn.Module
 
 def _untie(trainer: Trainer, state: dict[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     """One name per parameter, and the other names of those that have several."""
-    from acclight.strategies.strategy import canonical_name
+    from acclight.strategies.strategy import tied_names
 
-    first: dict[int, str] = {}
     tied: dict[str, str] = {}
-    module = trainer.module
-    named = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
-    for name, tensor in named:
-        key = canonical_name(name)
-        if key not in state:
-            continue
-        kept = first.setdefault(id(tensor), key)
-        if kept != key:
-            tied[key] = kept
+    for names in tied_names(trainer.module):
+        saved = [name for name in names if name in state]
+        tied |= dict.fromkeys(saved[1:], saved[0])
     return {name: value for name, value in state.items() if name not in tied}, tied
 
 

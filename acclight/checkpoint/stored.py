@@ -110,9 +110,9 @@ def read_tensor(folder: Path, name: str) -> torch.Tensor:
     return tensor
 
 
-def read_file(file: Path) -> dict[str, torch.Tensor]:
-    """The tensors of one safetensors file, each whole and in memory of its own."""
-    return {piece.name: tensor.clone() for piece, tensor in _opened(file)}
+def read_file(file: Path, *, mapped: bool = False) -> dict[str, torch.Tensor]:
+    """The tensors of one safetensors file, each whole and in memory of its own, or with `mapped` in the file itself."""
+    return {piece.name: tensor if mapped else tensor.clone() for piece, tensor in _opened(file)}
 
 
 def read_document(file: Path, kind: type, tensors: Mapping[str, Any]) -> Any:

@@ -19,7 +19,7 @@ from acclight.strategies.out_of_memory import free_memory, memory_ran_out
 
 if TYPE_CHECKING:
     from acclight.callbacks import BatchSizeFinder
-    from acclight.checkpoint.reader import Reader
+    from acclight.checkpoint.reader import Source
     from acclight.module import TrainModule
     from acclight.strategies.process_group import SharedNotes
     from acclight.trainer import Trainer
@@ -35,7 +35,7 @@ _OF_A_TRIAL: dict[str, Any] = {
 }  # fmt: skip
 
 
-def settle_batch_size(trainer: Trainer, finder: BatchSizeFinder, given: Any, reader: Reader | None) -> None:
+def settle_batch_size(trainer: Trainer, finder: BatchSizeFinder, given: Any, reader: Source | None) -> None:
     """Puts a batch size where the loader hooks find it: the checkpoint's, that of an earlier fit, or one that is searched for.
 
     Collective.

@@ -26,6 +26,15 @@ def canonical_name(name: str) -> str:
     return name
 
 
+def tied_names(module: nn.Module) -> list[list[str]]:
+    """The canonical names of each parameter or buffer that has several, in the module's order."""
+    names: dict[int, list[str]] = {}
+    for named in (module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False)):
+        for name, tensor in named:
+            names.setdefault(id(tensor), []).append(canonical_name(name))
+    return [several for several in names.values() if len(several) > 1]
+
+
 def put_whole(module: nn.Module, whole: Mapping[str, Tensor]) -> None:
     """Puts new, plain parameters into the places of a module's own; ties stay.
 
