@@ -163,6 +163,8 @@ class AcceleratorCore:
             configured = configured or configured_precision(strategy.kind, precision)
         self._precision = strategy.precision = resolve_precision(precision, configured)
         self.compilation = resolve_compilation(compilation)
+        # Read now: while the Trainer works, Accelerate must not see it.
+        self._launched_accumulation = launched_accumulation()
         self.clip_val = float(clip_val or 0.0)
         self.clip_algorithm = clip_algorithm
         self.isolation = Isolation(self._environment(strategy))
@@ -248,7 +250,7 @@ class AcceleratorCore:
         Raises:
             ValueError: When the strategy's configuration says something else.
         """
-        launched = launched_accumulation()
+        launched = self._launched_accumulation
         if launched not in (1, accumulate):
             info(
                 f"accumulate_grad_batches={accumulate} of the script wins over gradient_accumulation_steps="

@@ -60,7 +60,9 @@ PROMISES = [
     Promise(
         "A-launch-and-code-disagree",
         ("strategies::test_conflicts_name_both_sides", "strategies::test_the_launcher_completes_a_scripts_strategy",
-         "parallelism::test_the_launcher_is_followed_and_the_script_wins"),
+         "parallelism::test_the_launcher_is_followed_and_the_script_wins",
+         "strategy_fields::test_the_scripts_accumulation_wins_over_the_launchers_with_a_line",
+         "strategy_fields::test_a_scripts_ds_config_wins_over_the_launchers_fields_with_a_line"),
     ),
     Promise(
         "A-model-after-configuration",
@@ -129,7 +131,9 @@ PROMISES = [
         "C-stages-and-auto",
         ("strategies_on_cpu::test_what_is_asked_for_really_wraps_the_model", "promises::test_auto_is_filled_from_the_trainer",
          "strategies::test_a_window_that_contradicts_the_ds_config", "strategies::test_wrong_arguments_are_named",
-         "precision::test_what_a_ds_config_and_the_trainer_say_must_agree"),
+         "precision::test_what_a_ds_config_and_the_trainer_say_must_agree",
+         "strategy_fields::test_a_ds_config_that_contradicts_or_does_nothing",
+         "strategy_fields::test_auto_goes_by_the_models_width_or_is_deepspeeds_default"),
     ),
     Promise(
         "C-offload",

@@ -92,8 +92,12 @@ class DeepSpeedStrategy(Strategy):
                 f"the strategy {type(self).__name__} needs the package deepspeed, which is not installed: pip install setuptools "
                 "wheel ninja, then DS_BUILD_OPS=0 pip install --no-build-isolation deepspeed"
             )
+        given = settings.read(ds_config)
+        settings.check(given)
+        if "stage" in self.given_fields:
+            settings.with_fields(given.get("zero_optimization", {}), stage=int(stage))
         self._user_config = settings.with_fields(
-            settings.read(ds_config),
+            given,
             gradient_clipping=gradient_clipping,
             gradient_accumulation_steps=gradient_accumulation_steps,
         )
@@ -210,6 +214,8 @@ class DeepSpeedStrategy(Strategy):
         self._group_names = super().param_group_names(step_module.get_submodule("module"), optimizers)
         named = step_module.get_submodule("module").named_parameters()
         self._frozen = [(canonical_name(name), parameter) for name, parameter in named if not parameter.requires_grad]
+        zero = accelerator.state.deepspeed_plugin.deepspeed_config["zero_optimization"]
+        zero.update(settings.by_width(self._user_config.get("zero_optimization", {}), _width(step_module)))
         prepared = accelerator.prepare(step_module, *optimizers)
         self.wrapped = prepared[0] if optimizers else prepared
         if self.stage == 3:
@@ -452,6 +458,13 @@ class DeepSpeedStrategy(Strategy):
 
     def param_group_names(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> list[list[list[str]]]:
         return self._group_names
+
+
+def _width(module: nn.Module) -> int | None:
+    """The hidden size of the first transformers model inside."""
+    configs = (getattr(part, "config", None) for part in module.modules())
+    sizes = (getattr(config, "hidden_size", None) for config in configs if hasattr(config, "model_type"))
+    return next((size for size in sizes if isinstance(size, int)), None)
 
 
 def _import_for_destroy() -> None:

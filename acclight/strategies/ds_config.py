@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+import difflib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,29 @@ from acclight.strategies.precision import Precision
 
 #: Sections of DeepSpeed's own 16-bit modes, their type, and the Trainer's name for the precision.
 _MODES = {"bf16": (torch.bfloat16, "bf16-mixed"), "fp16": (torch.float16, "16-mixed")}
+#: DeepSpeed 0.19 ignores a top-level key that it does not know. One of another version's is left to it, unless it looks like one
+#: of these.
+_KEYS = (
+    "activation_checkpointing", "aio", "amp", "autotuning", "bf16", "checkpoint", "comet", "comms_logger",
+    "communication_data_type", "compile", "compression_training", "csv_monitor", "curriculum_learning", "data_efficiency",
+    "data_types", "dump_state", "elasticity", "flops_profiler", "fp16", "gradient_accumulation_steps", "gradient_clipping",
+    "gradient_predivide_factor", "hybrid_engine", "memory_breakdown", "nebula", "optimizer", "pipeline", "prescale_gradients",
+    "scheduler", "seq_parallel_communication_data_type", "sparse_attention", "sparse_gradients", "steps_per_print",
+    "tensor_parallel", "tensorboard", "timers", "torch_autocast", "train_batch_size", "train_micro_batch_size_per_gpu", "wandb",
+    "wall_clock_breakdown", "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer", "zero_optimization",
+)  # fmt: skip
+#: Sections that do what a part of acclight does, which they would do beside it -> what to use.
+_ELSEWHERE = {
+    "scheduler": "it would set the learning rate beside your own; return the scheduler from configure_optimizers",
+    "optimizer": "configure_optimizers returns the optimizer",
+    "torch_autocast": "it would cast beside the Trainer; give Trainer(precision=...)",
+}
+#: Keys of "zero_optimization" that "auto" leaves to the model's width, as Accelerate 1.15 computes them from it.
+_BY_WIDTH: dict[str, Callable[[int], int]] = {
+    "reduce_bucket_size": lambda width: width * width,
+    "stage3_prefetch_bucket_size": lambda width: int(0.9 * width * width),
+    "stage3_param_persistence_threshold": lambda width: 10 * width,
+}
 #: What a launcher says about DeepSpeed, in the environment.
 LAUNCHER_VARIABLES = (
     *(f"ACCELERATE_DEEPSPEED_{name}" for name in (
@@ -46,9 +70,46 @@ def read(config: Mapping[str, Any] | str | Path | None) -> dict[str, Any]:
     return loaded
 
 
+def check(config: Mapping[str, Any]) -> None:
+    """Looks for what DeepSpeed would silently leave out, or do beside the Trainer.
+
+    Raises:
+        ValueError: For a key that is misspelt, or a section that belongs elsewhere.
+    """
+    for key in config:
+        near = difflib.get_close_matches(key, _KEYS, n=1, cutoff=0.75) if key not in _KEYS else []
+        if near:
+            raise ValueError(f"ds_config has no key {key!r}; did you mean {near[0]!r}?")
+    for section, instead in _ELSEWHERE.items():
+        given = config.get(section)
+        if given is not None and not (isinstance(given, Mapping) and given.get("enabled") is False):
+            raise ValueError(
+                f"ds_config has a section {section!r}, which is not used: {instead}, and leave the section out"
+            )
+
+
+def by_width(zero: Mapping[str, Any], width: int | None) -> dict[str, Any]:
+    """What "auto" means in the section "zero_optimization" for a model of this width; nothing where it is not known.
+
+    Args:
+        zero: The user's section.
+        width: The `hidden_size` of the transformers model inside.
+    """
+    if width is None:
+        return {}
+    return {key: compute(width) for key, compute in _BY_WIDTH.items() if zero.get(key) == "auto"}
+
+
 def with_fields(config: dict[str, Any], **fields: Any) -> dict[str, Any]:
-    """The configuration with some fields of the strategy's, where they say something and it does not."""
+    """The configuration with some fields of the strategy's, where they say something and it does not.
+
+    Raises:
+        ValueError: Both say something else.
+    """
     said = {name: value for name, value in fields.items() if value not in (None, "auto")}
+    for name, value in said.items():
+        if config.get(name, "auto") not in ("auto", value):
+            raise ValueError(f"{name}={value!r} contradicts ds_config {name}={config[name]!r}; set one of them")
     return {**said, **{name: value for name, value in config.items() if name not in said or value != "auto"}}
 
 
@@ -138,7 +199,11 @@ def complete(
     # The loop owns the window: it weights every loss itself and says where the window ends.
     whole["gradient_accumulation_steps"] = 1
     whole.pop("train_batch_size", None)
-    whole["zero_optimization"] = {**zero, **whole.get("zero_optimization", {})}
+    given_zero = whole.get("zero_optimization", {})
+    # What the model's width decides is DeepSpeed's default as long as there is no model.
+    whole["zero_optimization"] = {
+        **zero, **{key: value for key, value in given_zero.items() if key not in _BY_WIDTH or value != "auto"},
+    }  # fmt: skip
     return whole
 
 

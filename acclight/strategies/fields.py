@@ -12,8 +12,20 @@ from typing import Any, TypeVar
 
 from acclight.messages import warn
 
+#: What a launch file says of the training as a whole -> the Trainer's argument for it.
+_TRAINERS = {"mixed_precision": "precision", "gradient_accumulation_steps": "accumulate_grad_batches"}
 Config = Mapping[str, Any] | str | Path
 _Init = TypeVar("_Init", bound=Callable[..., None])
+
+
+def as_flag(value: Any) -> bool | None:
+    """What a text or a number of a file says as yes or no; None where it says neither."""
+    if isinstance(value, bool):
+        return value
+    text = str(value).strip().lower()
+    if text in ("1", "true", "yes", "on"):
+        return True
+    return False if text in ("0", "false", "no", "off", "") else None
 
 
 def reads_config(
@@ -35,6 +47,9 @@ def reads_config(
 
     def decorate(init: _Init) -> _Init:
         known = list(inspect.signature(init).parameters)[2:]
+        flags = {
+            name for name, one in inspect.signature(init).parameters.items() if str(one.annotation).startswith("bool")
+        }
 
         def rename(owner: str, values: Mapping[str, Any]) -> dict[str, Any]:
             renamed: dict[str, Any] = {}
@@ -53,6 +68,11 @@ def reads_config(
                     raise ValueError(
                         f"{owner} was given {name}={renamed[name]!r} and {given}={value!r}, which is the same field"
                     )
+                if name in flags and value is not None and not isinstance(value, bool):
+                    flag = as_flag(value)
+                    if flag is None:
+                        raise ValueError(f"{owner}: {given}={value!r}: give True or False")
+                    value = flag
                 renamed[name] = value
             return renamed
 
@@ -89,5 +109,11 @@ def _load(owner: str, config: Config | None, section: str) -> Mapping[str, Any]:
             config = yaml.safe_load(text)
         if not isinstance(config, Mapping):
             raise ValueError(f"{owner}({str(path)!r}): the file holds a {type(config).__name__}, not names with values")
-    held = config.get(section)
-    return held if isinstance(held, Mapping) else config
+    if section not in config:
+        return config
+    for name, instead in _TRAINERS.items():
+        if config.get(name) not in (None, "no", 1):
+            warn(
+                f"{owner}({str(path)!r}): {name}={config[name]!r} of the file has no effect here: give Trainer({instead}=...)"
+            )
+    return config[section] or {}

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import difflib
 import os
+from collections.abc import Mapping
 from typing import Any
 
 from accelerate.state import AcceleratorState
 
 from acclight import strategies
 from acclight.messages import info
+from acclight.strategies.ds_config import read as read_ds_config
+from acclight.strategies.fields import as_flag
 from acclight.strategies.launch_file import warn_of_dropped_offload
 from acclight.strategies.strategy import Strategy
 
@@ -120,6 +123,8 @@ def _complete_from_launch(strategy: Strategy) -> None:
     launched = _launched_fsdp() if strategy.kind == "fsdp2" else _launched_deepspeed()
     launched.pop("version", None)
     given = dict(strategy.given_fields)
+    if strategy.kind == "deepspeed":
+        launched = _beside_ds_config(launched, given)
     if strategy.kind == "fsdp2":
         warn_of_dropped_offload(bool(launched.get("cpu_offload")) or "cpu_offload" in given)
     for name in given.keys() & launched.keys():
@@ -130,6 +135,22 @@ def _complete_from_launch(strategy: Strategy) -> None:
         type(strategy).__init__(strategy, **{**launched, **given})
         strategy.field_sources = sources
     _with_launched_clip(strategy)
+
+
+def _beside_ds_config(launched: dict[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """What the launcher says of DeepSpeed where a script's ds_config does not; a line says where that wins."""
+    own = read_ds_config(given.get("ds_config"))
+    stage = own.get("zero_optimization", {}).get("stage", "auto")
+    if stage != "auto" and launched.get("stage", stage) != stage:
+        info(
+            f"ds_config zero_optimization.stage={stage} of the script wins over stage={launched['stage']} of the launcher"
+        )
+    clip, launched_clip = own.get("gradient_clipping", "auto"), os.environ.get("ACCELERATE_GRADIENT_CLIPPING", "auto")
+    if "auto" not in (clip, launched_clip) and float(clip) != float(launched_clip):
+        info(
+            f"ds_config gradient_clipping={clip} of the script wins over gradient_clipping={launched_clip} of the launcher"
+        )
+    return {name: value for name, value in launched.items() if name != "stage" or stage == "auto"}
 
 
 def _with_launched_clip(strategy: Strategy) -> Strategy:
@@ -178,9 +199,17 @@ def _launched_deepspeed() -> dict[str, Any]:
         "transformer_moe_cls_names": text("MOE_LAYER_CLS_NAMES"),
         "ds_config": text("CONFIG_FILE"),
     }
+    if "stage" in read_ds_config(fields["ds_config"]).get("zero_optimization", {}):
+        fields["stage"] = None  # the file's
     return {name: value for name, value in fields.items() if value is not None}
 
 
 def _flag(name: str) -> bool | None:
     value = os.environ.get(name)
-    return None if value is None else value.strip().lower() in ("1", "true", "yes", "on")
+    if value is None:
+        return None
+    flag = as_flag(value)
+    if flag is None:
+        old = " (a sharding strategy of FSDP 1)" if name == "FSDP_RESHARD_AFTER_FORWARD" else ""
+        raise ValueError(f"the launcher has set {name}={value!r}{old}: give true or false")
+    return flag

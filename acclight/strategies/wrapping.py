@@ -47,12 +47,34 @@ def choose_units(module: nn.Module, policy: str, names: Sequence[str] | None, mi
             )
     wanted = set(names or ()) or {n for m in module.modules() for n in (getattr(m, "_no_split_modules", None) or ())}
     units = [m for m in inside if type(m).__name__ in wanted]
+    _refuse_torn_ties(module, units)
     if not units:
         warn(
             "FSDP2: no layer class to wrap is known for this model, so that it is one unit, gathered whole in each step: name "
             "classes in transformer_cls_names_to_wrap, or use auto_wrap_policy='SIZE_BASED_WRAP'; 'NO_WRAP' says it is meant so"
         )
     return units
+
+
+def _refuse_torn_ties(module: nn.Module, units: Sequence[nn.Module]) -> None:
+    """Raises ValueError for a tied parameter whose owners are not gathered together."""
+    chosen = set(units)
+    homes: dict[int, tuple[str, nn.Module]] = {}
+
+    def visit(part: nn.Module, prefix: str, unit: nn.Module) -> None:
+        unit = part if part in chosen else unit
+        for name, parameter in part.named_parameters(recurse=False):
+            first, home = homes.setdefault(id(parameter), (f"{prefix}{name}", unit))
+            if home is not unit:
+                raise ValueError(
+                    f"FSDP2: {first!r} and {prefix + name!r} are one parameter, but are wrapped in different units: name a "
+                    "class in transformer_cls_names_to_wrap that holds both, leave out those that part them, or use "
+                    "auto_wrap_policy='SIZE_BASED_WRAP'"
+                )
+        for name, child in part.named_children():
+            visit(child, f"{prefix}{name}.", unit)
+
+    visit(module, "", module)
 
 
 def _large_enough(module: nn.Module, least: int) -> list[nn.Module]:
