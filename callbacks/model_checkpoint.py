@@ -266,6 +266,10 @@ class ModelCheckpoint(Callback):
         if self._save_at_end and self._saves_any and trainer.global_step not in (0, self._decided_step):
             self.save(trainer)
 
+    def on_fit_end(self, trainer: Trainer, module: TrainModule) -> None:
+        """Deletes what a run that died after its last commit could not, where the resumed run has saved nothing."""
+        self._prune(trainer)
+
     def on_checkpoint(self, trainer: Trainer, module: TrainModule, checkpoint: Path) -> None:
         """Deletes what is no longer kept, now that the newer checkpoint is committed."""
         if self._written is None or Path(self._written.path) != checkpoint:

@@ -439,6 +439,28 @@ def test_checkpoint_knows_itself_and_its_score(tmp_path: Path) -> None:
     assert again.best_model_score == pytest.approx(distance(2))
 
 
+@pytest.mark.parametrize("asynchronous", [True, False])
+@pytest.mark.parametrize("interval", ["every_n_train_steps", "every_n_epochs"])
+def test_what_a_run_that_died_left_is_deleted_also_where_the_resumed_one_saves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, interval: str, asynchronous: bool
+) -> None:
+    class Died(BaseException):
+        pass
+
+    def die(path: Any) -> None:
+        raise Died
+
+    arguments: dict[str, Any] = {interval: 4 if interval == "every_n_train_steps" else 1, "asynchronous": asynchronous}
+    with monkeypatch.context() as patched:
+        patched.setattr(checkpoint, "remove", die)
+        with pytest.raises(Died):
+            fit(tmp_path, ModelCheckpoint(tmp_path / "ckpt", **arguments))
+    assert names(tmp_path / "ckpt") == ["step-00000004", "step-00000008"]
+    _, seen = fit(tmp_path, ModelCheckpoint(tmp_path / "ckpt", **arguments), ckpt_path="auto")
+    assert seen.steps == []
+    assert names(tmp_path / "ckpt") == ["step-00000008"]
+
+
 def test_resume_into_another_folder_deletes_nothing_in_the_old_one(tmp_path: Path) -> None:
     script = [0.2, 0.5, 0.4, 0.1]
     old = ModelCheckpoint(tmp_path / "old", monitor="val/distance")
