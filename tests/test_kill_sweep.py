@@ -277,14 +277,14 @@ SLOW = {
         Kill("async", "inside the manifest", 12, "rank 0"),
         Kill("async", "before the optimizer's step", 15, "all"),
         Kill("sync", "heard of the commit", 20, "launcher"),
-        Kill("sync", "before a removal", 16, "rank 0"),
+        Kill("sync", "before a removal", 20, "rank 0"),
     ],
     "deepspeed_stage_2": [
         Kill("sync", "backward", 3, "rank 0"),
         Kill("async", "before a document", 8, "launcher"),
         Kill("async", "before the rename", 12, "rank 1"),
-        Kill("sync", "half removed", 4, "rank 0"),
         Kill("sync", "committed", 20, "all"),
+        Kill("sync", "half removed", 16, "rank 0"),
     ],
     "deepspeed_stage_3": [
         Kill("async", "copied", 8, "rank 0"),
