@@ -61,6 +61,10 @@ class AcceleratorConfig:
                 f"accelerator_config: data_seed={seed} needs use_seedable_sampler=True; without it the order has no seed"
             )
         given = self.gradient_accumulation_kwargs or {}
+        if not isinstance(given, Mapping):
+            raise ValueError(f"gradient_accumulation_kwargs={given!r}: give a dict, with {' and '.join(_ACCUMULATION)}")
+        if not isinstance(sync := given.get("sync_each_batch", False), bool):
+            raise ValueError(f"gradient_accumulation_kwargs: sync_each_batch={sync!r}: give True or False")
         for name in given:
             if name not in _ACCUMULATION:
                 raise ValueError(_unknown("gradient_accumulation_kwargs", name, _ACCUMULATION))

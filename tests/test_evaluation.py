@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import random
+import warnings
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -865,6 +866,24 @@ def test_an_empty_validation_loader_is_skipped_with_one_warning(
         assert described in text
     else:
         assert emptiness(recwarn) == []
+
+
+@on_two_ranks
+@pytest.mark.parametrize("strategy", DISTRIBUTED)
+def test_an_empty_validation_loader_is_skipped_on_every_rank(strategy: str) -> None:
+    loaders: list[Any] = [
+        DataLoader(torch.arange(0.0), batch_size=4),  # type: ignore[arg-type]
+        DataLoader(torch.arange(3.0), batch_size=4, drop_last=True),  # type: ignore[arg-type]
+    ]
+    for loader in loaders:
+        trainer = quiet_trainer(strategy=strategy, max_epochs=2)
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            trainer.fit(Scalar(), repeated([1.0, 2.0], 2), loader)
+        assert trainer.global_step == 4
+        assert "val_loss" not in trainer.callback_metrics
+        said = [str(w.message) for w in seen if "the validation loader" in str(w.message)]
+        assert len(said) == (1 if trainer.global_rank == 0 else 0), said
 
 
 def test_validation_can_be_switched_off_without_a_warning(recwarn: pytest.WarningsRecorder) -> None:

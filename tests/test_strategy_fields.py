@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,62 @@ def test_a_launcher_that_says_neither(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_ds_config_that_contradicts_or_does_nothing(fields: dict[str, Any], says: str) -> None:
     with pytest.raises(ValueError, match=says):
         DeepSpeedStrategy(**fields)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "fields", "says"),
+    [
+        (DDPStrategy, {"timeout": 0}, "timeout=0: give seconds, more than 0, or a timedelta"),
+        (FSDP2Strategy, {"timeout": None}, "timeout=None: give seconds"),
+        (DeepSpeedStrategy, {"timeout": float("inf")}, "timeout=inf: give seconds"),
+        (DDPStrategy, {"bucket_cap_mb": "25"}, "bucket_cap_mb='25': give a number of MiB"),
+        (DDPStrategy, {"comm_wrapper": "fp16"}, "comm_wrapper='fp16' belongs to a PowerSGD hook, and comm_hook='no'"),
+        (DDPStrategy, {"comm_state_option": {"a": 1}, "comm_hook": "fp16"}, "comm_state_option=.*and comm_hook='fp16'"),
+        (FSDP2Strategy, {"version": "two"}, "version='two': acclight runs FSDP version 2"),
+        (FSDP2Strategy, {"auto_wrap_policy": None}, "auto_wrap_policy=None: choose one of"),
+        (FSDP2Strategy, {"min_num_params": -3}, "min_num_params=-3: give a number of parameters"),
+        (FSDP2Strategy, {"ignored_modules": "("}, r"ignored_modules='\(' is no regular expression"),
+        (
+            FSDP2Strategy,
+            {"ignored_modules": ["head"]},
+            "ignored_modules='head': give modules, or one regular expression",
+        ),
+        (FSDP2Strategy, {"mixed_precision_policy": {"param_dtype": 16}}, "param_dtype=16 is no type; use bf16"),
+        (DeepSpeedStrategy, {"stage": 2.5}, r"stage=2\.5: DeepSpeed ZeRO has the stages 1, 2 and 3"),
+        (DeepSpeedStrategy, {"stage": True}, "stage=True: DeepSpeed ZeRO"),
+        (DeepSpeedStrategy, {"stage": "auto"}, "stage='auto': DeepSpeed ZeRO"),
+        (DeepSpeedStrategy, {"ds_config": {"bf16": True}}, "ds_config bf16=True: give a section"),
+        (DeepSpeedStrategy, {"ds_config": {"zero_optimization": 2}}, "ds_config zero_optimization=2: give a section"),
+        (DeepSpeedStrategy, {"ds_config": {"gradient_clipping": None}}, "gradient_clipping=None: give a number"),
+        (DeepSpeedStrategy, {"ds_config": {"gradient_clipping": -1}}, "gradient_clipping=-1: give a number"),
+        (DeepSpeedStrategy, {"ds_config": {"train_batch_size": "2"}}, "train_batch_size='2': give a whole number"),
+    ],
+)
+def test_values_that_cannot_be(strategy: Any, fields: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        strategy(**fields)
+
+
+def test_forms_that_can_be() -> None:
+    assert DDPStrategy(timeout=timedelta(minutes=2)).timeout == timedelta(seconds=120)
+    assert FSDP2Strategy(transformer_cls_names_to_wrap="Block,").transformer_cls_names_to_wrap == ["Block"]
+    assert FSDP2Strategy(transformer_cls_names_to_wrap=[nn.Linear]).transformer_cls_names_to_wrap == ["Linear"]
+
+
+def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
+    for name, text in (("bad.yaml", "a: [1"), ("bad.json", "{")):
+        (tmp_path / name).write_text(text)
+        with pytest.raises(ValueError, match=rf"FSDP2Strategy\('.*{name}'\) cannot be read: "):
+            FSDP2Strategy(tmp_path / name)
+
+
+def test_other_arguments_that_cannot_be() -> None:
+    with pytest.raises(ValueError, match="gradient_accumulation_kwargs=3: give a dict"):
+        Trainer(accelerator_config={"gradient_accumulation_kwargs": 3})
+    with pytest.raises(ValueError, match="sync_each_batch='false': give True or False"):
+        Trainer(accelerator_config={"gradient_accumulation_kwargs": {"sync_each_batch": "false"}})
+    with pytest.raises(ValueError, match="parallelism: dp_shard_size='2': give a whole number"):
+        Trainer(strategy="fsdp2", parallelism={"dp_shard_size": "2"}, logger=False)
 
 
 def test_what_agrees_or_is_not_known_is_left_alone() -> None:

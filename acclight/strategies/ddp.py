@@ -73,7 +73,16 @@ class DDPStrategy(Strategy):
         #: How often another set of parameters was trained from then on.
         self._rewraps = 0
         if bucket_cap_mb is not None:
+            if isinstance(bucket_cap_mb, bool) or not isinstance(bucket_cap_mb, (int, float)) or bucket_cap_mb <= 0:
+                raise ValueError(f"bucket_cap_mb={bucket_cap_mb!r}: give a number of MiB, more than 0")
             self._arguments["bucket_cap_mb"] = bucket_cap_mb
+        if "power_sgd" not in str(comm_hook).lower() and (str(comm_wrapper).lower() != "no" or comm_state_option):
+            named = (
+                f"comm_state_option={comm_state_option!r}" if comm_state_option else f"comm_wrapper={comm_wrapper!r}"
+            )
+            raise ValueError(
+                f"{named} belongs to a PowerSGD hook, and comm_hook={comm_hook!r}: give comm_hook='power_sgd' too"
+            )
         self._communication = {
             "comm_hook": _hook("comm_hook", comm_hook, ("no", "fp16", "bf16", "power_sgd", "batched_power_sgd")),
             "comm_wrapper": _hook("comm_wrapper", comm_wrapper, ("no", "fp16", "bf16")),

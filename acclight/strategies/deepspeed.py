@@ -95,14 +95,14 @@ class DeepSpeedStrategy(Strategy):
         given = settings.read(ds_config)
         settings.check(given)
         if "stage" in self.given_fields:
-            settings.with_fields(given.get("zero_optimization", {}), stage=int(stage))
+            settings.with_fields(given.get("zero_optimization", {}), stage=stage)
         self._user_config = settings.with_fields(
             given,
             gradient_clipping=gradient_clipping,
             gradient_accumulation_steps=gradient_accumulation_steps,
         )
-        self.stage = int(self._user_config.get("zero_optimization", {}).get("stage", stage))
-        if self.stage not in (1, 2, 3):
+        self.stage: int = self._user_config.get("zero_optimization", {}).get("stage", stage)
+        if isinstance(self.stage, bool) or self.stage not in (1, 2, 3):
             raise ValueError(f"stage={self.stage!r}: DeepSpeed ZeRO has the stages 1, 2 and 3")
         self._zero_section = settings.zero_section(
             self.stage,

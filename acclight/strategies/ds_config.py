@@ -80,6 +80,18 @@ def check(config: Mapping[str, Any]) -> None:
         near = difflib.get_close_matches(key, _KEYS, n=1, cutoff=0.75) if key not in _KEYS else []
         if near:
             raise ValueError(f"ds_config has no key {key!r}; did you mean {near[0]!r}?")
+    for section in ("bf16", "fp16", "zero_optimization"):
+        if not isinstance(config.get(section, {}), Mapping):
+            raise ValueError(
+                f"ds_config {section}={config[section]!r}: give a section, such as {{'enabled': True}} or {{'stage': 2}}"
+            )
+    clip = config.get("gradient_clipping", "auto")
+    if clip != "auto" and (isinstance(clip, bool) or not isinstance(clip, (int, float)) or not clip >= 0):
+        raise ValueError(f"ds_config gradient_clipping={clip!r}: give a number, 0 or more, or 'auto'")
+    for key in ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"):
+        count = config.get(key, "auto")
+        if count != "auto" and (isinstance(count, bool) or not isinstance(count, int) or count < 1):
+            raise ValueError(f"ds_config {key}={count!r}: give a whole number, 1 or more, or 'auto'")
     for section, instead in _ELSEWHERE.items():
         given = config.get(section)
         if given is not None and not (isinstance(given, Mapping) and given.get("enabled") is False):

@@ -101,12 +101,12 @@ def _load(owner: str, config: Config | None, section: str) -> Mapping[str, Any]:
         if not path.is_file():
             raise ValueError(f"{owner}({str(config)!r}): there is no such file; give a dict, or a JSON or YAML file")
         text = path.read_text(encoding="utf-8")
-        if path.suffix == ".json":
-            config = json.loads(text)
-        else:
-            import yaml
+        import yaml
 
-            config = yaml.safe_load(text)
+        try:
+            config = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+        except (json.JSONDecodeError, yaml.YAMLError) as error:
+            raise ValueError(f"{owner}({str(path)!r}) cannot be read: {' '.join(str(error).split())}") from None
         if not isinstance(config, Mapping):
             raise ValueError(f"{owner}({str(path)!r}): the file holds a {type(config).__name__}, not names with values")
     if section not in config:

@@ -100,6 +100,8 @@ class FSDP2Strategy(Strategy):
         timeout: float = 1800.0,
     ) -> None:
         super().__init__(timeout=timeout)
+        if str(version) not in ("1", "2"):
+            raise ValueError(f"version={version!r}: acclight runs FSDP version 2")
         if int(version) != 2:
             raise ValueError(
                 f"FSDP version {version} cannot be used: acclight runs FSDP2 alone (version 1's flat parameters cannot be saved "
@@ -111,21 +113,31 @@ class FSDP2Strategy(Strategy):
         if state_dict_type not in (None, "FULL_STATE_DICT", "SHARDED_STATE_DICT"):
             raise ValueError(f"state_dict_type={state_dict_type!r}: choose FULL_STATE_DICT or SHARDED_STATE_DICT")
         if isinstance(transformer_cls_names_to_wrap, str):
-            transformer_cls_names_to_wrap = [name.strip() for name in transformer_cls_names_to_wrap.split(",")]
-        if auto_wrap_policy.upper() not in POLICIES:
+            transformer_cls_names_to_wrap = transformer_cls_names_to_wrap.split(",")
+        names = [n.__name__ if isinstance(n, type) else n.strip() for n in transformer_cls_names_to_wrap or ()]
+        if not isinstance(auto_wrap_policy, str) or auto_wrap_policy.upper() not in POLICIES:
             raise ValueError(f"auto_wrap_policy={auto_wrap_policy!r}: choose one of {', '.join(POLICIES)}")
+        if min_num_params is not None and min_num_params < 0:
+            raise ValueError(f"min_num_params={min_num_params!r}: give a number of parameters")
         if auto_wrap_policy.upper() == "SIZE_BASED_WRAP" and not min_num_params:
             raise ValueError("auto_wrap_policy='SIZE_BASED_WRAP' needs min_num_params, the smallest unit in parameters")
         self.reshard_after_forward = reshard_after_forward
         self.cpu_offload = cpu_offload
         self.mixed_precision_policy = _read_policy(mixed_precision_policy)
         self.auto_wrap_policy = auto_wrap_policy.upper()
-        self.transformer_cls_names_to_wrap = (
-            list(transformer_cls_names_to_wrap) if transformer_cls_names_to_wrap else None
-        )
+        self.transformer_cls_names_to_wrap = [name for name in names if name] or None
         self.min_num_params = min_num_params
         self.activation_checkpointing = activation_checkpointing
         self.activation_checkpointing_offload = activation_checkpointing_offload
+        if isinstance(ignored_modules, str):
+            try:
+                re.compile(ignored_modules)
+            except re.error as error:
+                raise ValueError(f"ignored_modules={ignored_modules!r} is no regular expression: {error}") from None
+        elif ignored_modules is not None:
+            ignored_modules = list(ignored_modules)
+            if odd := [one for one in ignored_modules if not isinstance(one, nn.Module)]:
+                raise ValueError(f"ignored_modules={odd[0]!r}: give modules, or one regular expression for their names")
         self.ignored_modules = ignored_modules
         self.state_dict_type = state_dict_type
         self.exports_by_rank = state_dict_type == "SHARDED_STATE_DICT"
@@ -510,8 +522,10 @@ def _read_policy(given: MixedPrecisionPolicy | Mapping[str, Any] | str | None) -
 
 def _dtype(field: str, value: Any) -> Any:
     names = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-    if not isinstance(value, str):
+    if field == "cast_forward_inputs" or value is None or isinstance(value, torch.dtype):
         return value
+    if not isinstance(value, str):
+        raise ValueError(f"mixed_precision_policy {field}={value!r} is no type; use {', '.join(names)}")
     name = value.removeprefix("torch.")
     dtype = names.get(name, getattr(torch, name, None))
     if not isinstance(dtype, torch.dtype):

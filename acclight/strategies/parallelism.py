@@ -76,6 +76,10 @@ def _from_fields(fields: Mapping[str, Any]) -> ParallelismConfig:
             near = difflib.get_close_matches(str(name), _KNOWN, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else f"; it takes {', '.join(_KNOWN)}"
             raise ValueError(f"parallelism has no field {name!r}{hint}")
+    for name in _SIZES:
+        size = fields.get(name, 1)
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            raise ValueError(f"parallelism: {name}={size!r}: give a whole number, 1 or more")
     # What the script does not say is 1, whatever a launcher has put into the environment.
     return ParallelismConfig(**(dict.fromkeys(_SIZES, 1) | dict(fields)))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
@@ -92,7 +93,7 @@ class Strategy:
       Gradients are in the engine's hands when hooks look. "64-true" is refused.
 
     Args:
-        timeout: Seconds that a collective may wait for the slowest process. Default 1800.
+        timeout: Seconds (or a timedelta) that a collective may wait for the slowest process. Default 1800.
     """
 
     kind: ClassVar[str]
@@ -126,8 +127,11 @@ class Strategy:
     #: The precision in force; the core sets it.
     precision: Precision
 
-    def __init__(self, *, timeout: float = 1800.0) -> None:
-        self.timeout = timedelta(seconds=timeout)
+    def __init__(self, *, timeout: float | timedelta = 1800.0) -> None:
+        seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+        if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not 0 < seconds < math.inf:
+            raise ValueError(f"timeout={timeout!r}: give seconds, more than 0, or a timedelta")
+        self.timeout = timedelta(seconds=seconds)
         self.step_module: nn.Module
         self.wrapped: nn.Module
         self._optimizers: list[Any] = []
